@@ -79,15 +79,10 @@ def average(paths: list[Path]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.average_checkpoints",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tools.average_checkpoints", description=__doc__, formatter_class=layout)
     parser.add_argument("inputs", type=Path, nargs="+", metavar="CHECKPOINT_OR_FOLDER")
-    parser.add_argument(
-        "--last", type=int, default=10, metavar="N", help="checkpoints of a folder, default %(default)s"
-    )
+    parser.add_argument("--last", type=int, default=10, metavar="N", help="of a folder, default %(default)s")
     parser.add_argument("--updates", action="store_true", help="average checkpoints saved by updates, not by epochs")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: average.pt next to the first checkpoint")
     options = parser.parse_args(arguments)

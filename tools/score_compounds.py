@@ -132,8 +132,7 @@ def table(found: dict[str, Any]) -> str:
     else:
         lines += ["tokens                     need --reference: lines T are detokenised"]
     note = "" if found["detokenised"] else " (not detokenised: others' sacreBLEU is of other text)"
-    lines += [f"sacreBLEU                  {found['sacrebleu']:.2f} {found['signature']}{note}"]
-    return "\n".join(lines)
+    return "\n".join([*lines, f"sacreBLEU                  {found['sacrebleu']:.2f} {found['signature']}{note}"])
 
 
 def read_lines(path: Path, count: int) -> list[str]:
@@ -149,11 +148,8 @@ def read_lines(path: Path, count: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.score_compounds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m tools.score_compounds", description=__doc__, formatter_class=layout)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="output of fairseq-generate")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="tokenised references (default: lines T)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")

@@ -16,8 +16,8 @@ from torch.nn import functional
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools.caption.__main__ import main
 from tools.caption.backbones import TimmBackbone
-from tools.caption.recipe import BadRecipe, RecordedExtractor
-from tools.caption.regions import BadExtractor, Selection
+from tools.caption.recipe import RecordedExtractor
+from tools.caption.regions import Selection
 from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 from tools.train.checkpoint import save_weights
@@ -95,27 +95,45 @@ def content(path: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
-def test_every_way_gives_regions_of_every_picture(way, scenes, config, tmp_path, capsys):
-    options = dict(grid=GRID, torchvision=TORCHVISION, mmdet=["--mmdet", str(config), "--no-weights"])[way]
+def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, config, tmp_path, capsys, monkeypatch):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    if way == "grid":
+        torch.save(TimmBackbone("test_resnet").model.state_dict(), weights / "x.pth")
+        options = ["--grid", "test_resnet", "--grid-size", "3", "--size", "48", "64", "--dtype", "float32"]
+        options += ["--checkpoint", weights / "x.pth"]
+    elif way == "torchvision":
+        options = [*TORCHVISION, "--feature", "map"]
+    else:
+        from tools.caption.mmdet_regions import MmdetRegions
+
+        torch.save(MmdetRegions(config, Selection(), seed=7).model.state_dict(), weights / "x.pth")
+        options = ["--mmdet", config, weights / "x.pth"]
     out = tmp_path / "regions.npz"
-    assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "3") == 0
+    assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "1") == 0
     assert "8/8" in capsys.readouterr().err
-    found = RegionFeatures(out)
-    assert found.image_ids == list(range(1, 9))
-    assert found.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=1024, mmdet=24)[way]
-    features = []
-    for image_id in found.image_ids:
-        regions = found.regions(image_id)
-        boxes, scores = regions["boxes"], regions["scores"]
+    assert not (tmp_path / ".regions.npz.partial").exists()
+    (tmp_path / "moved").mkdir()
+    out, weights = out.rename(tmp_path / "moved/regions.npz"), weights.rename(tmp_path / "moved/weights")
+    monkeypatch.chdir(tmp_path)
+    features = RegionFeatures(out)
+    assert features.image_ids == list(range(1, 9))
+    assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=256, mmdet=24)[way]
+    for image_id in features.image_ids:
+        boxes, scores = (features.regions(image_id)[name] for name in ("boxes", "scores"))
         assert len(boxes) == 9 if way == "grid" else 10 <= len(boxes) <= 20
         assert (boxes >= 0).all()
         assert (boxes <= 1).all()
         assert (boxes[:, :2] < boxes[:, 2:]).all()
         assert (np.diff(scores) <= 0).all()
         assert (scores == 1).all() if way == "grid" else (scores < 1).all()
-        features.append(regions["features"])
-    assert not np.array_equal(features[0], features[1])
-    assert not (tmp_path / ".regions.npz.partial").exists()
+    assert not np.array_equal(features.regions(1)["features"], features.regions(2)["features"])
+    extractor = RecordedExtractor(features)
+    for image_id in (1, 3):
+        found = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
+        for name, array in features.regions(image_id).items():
+            assert found[name].dtype == array.dtype
+            np.testing.assert_array_equal(found[name], array)
 
 
 def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_name(scenes, tmp_path):
@@ -240,35 +258,6 @@ def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scene
     assert "image 6: RuntimeError: too odd" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
-def test_the_recipe_gives_the_regions_of_a_picture_again(way, scenes, config, tmp_path, monkeypatch):
-    weights = tmp_path / "weights"
-    weights.mkdir()
-    if way == "grid":
-        torch.save(TimmBackbone("test_resnet").model.state_dict(), weights / "x.pth")
-        options = ["--grid", "test_resnet", "--grid-size", "3", "--size", "48", "64", "--dtype", "float32"]
-        options += ["--checkpoint", weights / "x.pth"]
-    elif way == "torchvision":
-        options = [*TORCHVISION, "--feature", "map", "--max-regions", "12"]
-    else:
-        from tools.caption.mmdet_regions import MmdetRegions
-
-        torch.save(MmdetRegions(config, Selection(), seed=7).model.state_dict(), weights / "x.pth")
-        options = ["--mmdet", config, weights / "x.pth", "--max-regions", "12"]
-    out = tmp_path / "regions.npz"
-    assert run(scenes, out, *options, "--batch-size", "1") == 0
-    (tmp_path / "moved").mkdir()
-    out, weights = out.rename(tmp_path / "moved/regions.npz"), weights.rename(tmp_path / "moved/weights")
-    monkeypatch.chdir(tmp_path)
-    features = RegionFeatures(out)
-    extractor = RecordedExtractor(features)
-    for image_id in (1, 3):
-        found = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
-        for name, array in features.regions(image_id).items():
-            assert found[name].dtype == array.dtype
-            np.testing.assert_array_equal(found[name], array)
-
-
 def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
     state = TimmBackbone("test_resnet").model.state_dict()
     torch.save(state, tmp_path / "x.pth")
@@ -276,12 +265,12 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
     out = tmp_path / "regions.npz"
     assert run(scenes, out, *options) == 0
     (tmp_path / "x.pth").rename(tmp_path / "y.pth")
-    with pytest.raises(BadRecipe, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: pass --region-checkp"):
+    with pytest.raises(ValueError, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: pass --region-checkp"):
         RecordedExtractor(RegionFeatures(out))
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
-    with pytest.raises(BadRecipe, match=r"x\.pth has changed: pass --region-checkpoint"):
+    with pytest.raises(ValueError, match=r"x\.pth has changed: pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
-    with pytest.raises(BadRecipe, match="--region-checkpoint: nowhere does not exist"):
+    with pytest.raises(ValueError, match="--region-checkpoint: nowhere does not exist"):
         RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
     recipe = {**RegionFeatures(out).recipe, "tool": "tools.captioning.extract_regions"}  # of an older file
     write_region_features(tmp_path / "old.npz", [(1, RegionFeatures(out).regions(1))], recipe=recipe)
@@ -300,7 +289,7 @@ def test_recipes_that_are_none(tmp_path):
         (partial, "a recipe without mmdet"),
     ):
         write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
-        with pytest.raises(BadRecipe, match=f"has {lacks}.*extract --overwrite writes it"):
+        with pytest.raises(ValueError, match=f"has {lacks}.*extract --overwrite writes it"):
             RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
 
 
@@ -394,5 +383,5 @@ def test_selection_without_proposals_is_the_whole_picture():
         boxes, confidence = Selection()(torch.zeros(len(scores), 5, 4), scores, 30, 40)
         assert boxes.tolist() == [[0, 0, 40, 30]]
         assert confidence.tolist() == [0]
-    with pytest.raises(BadExtractor, match="--min-regions must be from 1 to --max-regions, got 5 and 4"):
+    with pytest.raises(ValueError, match="--min-regions must be from 1 to --max-regions, got 5 and 4"):
         Selection(5, 4)

@@ -252,17 +252,6 @@ def test_no_handwritten_digit_is_in_two_parts(monkeypatch, tmp_path):
     assert np.array_equal(np.sort(np.concatenate(given), 0), np.sort(whole, 0))
 
 
-def test_an_interrupted_run_leaves_no_set_and_the_next_one_succeeds(monkeypatch, tmp_path):
-    recipe = tool.Recipe(train=1, val=1, test=1, size=64)
-    with monkeypatch.context() as patched:
-        patched.setattr(tool.Annotations, "files", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            tool.build(tmp_path / "set", recipe)
-    assert not (tmp_path / "set").exists()
-    assert tool.build(tmp_path / "set", recipe)
-    assert [p.name for p in tmp_path.iterdir()] == ["set"]
-
-
 def test_command_line(tmp_path, capsys):
     counts = ["--train", "2", "--val", "1", "--test", "1", "--size", "64"]
     assert tool.main([str(tmp_path / "set"), *counts]) == 0

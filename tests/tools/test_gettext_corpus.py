@@ -325,29 +325,13 @@ def test_download_by_pip(tmp_path, monkeypatch, capsys):
 
 
 def test_real_catalogues(tmp_path):
-    """Read German catalogues of the installed packages or of the system."""
-    system = Path(sys.base_prefix) / "share/locale", Path("/usr/share/locale")
-    candidates = [[], *([path] for path in system if path.is_dir())]
-    for sources in candidates:
-        try:
-            packages = corpus.find(sources, "de")
-        except ValueError:
-            continue
-        if sum(len(package.catalogues) for package in packages) >= 10:
-            break
-    else:
-        pytest.skip(
-            f"fewer than 10 German catalogues in the installed packages and in {' and '.join(map(str, system))}"
-        )
-    corpus.build(tmp_path / "out", packages, corpus.Recipe())
-    found = parts(tmp_path / "out")
+    system = Path("/usr/share/locale")
+    if len(list(system.glob("de/LC_MESSAGES/*.mo"))) < 10:
+        pytest.skip(f"fewer than 10 German catalogues in {system}")
+    found = make(tmp_path / "out", system)
     assert sum(map(len, found.values())) > 500
     for one, other in itertools.combinations(corpus.PARTS, 2):
         assert not set(map(corpus.words, found[one])) & set(map(corpus.words, found[other]))
-    for source, target in found["test"].items():
-        assert source.strip()
-        assert target.strip()
-        assert corpus.placeholders(source) == corpus.placeholders(target)
     umlauts = sum(any(c in "äöüß" for c in target) for target in found["train"].values())
     assert umlauts > 0.1 * len(found["train"])  # German, decoded correctly
 

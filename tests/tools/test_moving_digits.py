@@ -76,28 +76,6 @@ def test_the_digit_moves_in_its_direction_and_stays_in_the_picture(name, white_o
         assert len({int((frame > 127).sum()) for frame in clip}) == 1
 
 
-@pytest.mark.parametrize("name", tool.DIRECTIONS)
-def test_one_digit_moves_and_the_other_one_jumps(name, monkeypatch):
-    seen = []
-    places = tool.places
-
-    def record(rng, shape, axis, recipe):
-        found = places(rng, shape, axis, recipe)
-        seen.append((axis, found))
-        return found
-
-    monkeypatch.setattr(tool, "places", record)
-    rng, recipe = np.random.default_rng(0), tool.Recipe(**SMALL)
-    regions, samples = tool.photographs(), digit_samples()[0]
-    for _ in range(5):
-        tool.compose(rng, regions, samples, tool.DIRECTIONS[name], recipe)
-    own = int(tool.DIRECTIONS[name][0] == 0)
-    assert [axis for axis, _ in seen] == [own, 1 - own] * 5
-    for axis, found in seen:
-        assert (np.diff(found[:, axis]) > 0).all()
-        assert (np.diff(found[:, 1 - axis]) == 0).all()
-
-
 @pytest.mark.parametrize("directions", [2, 4])
 def test_the_set_of_frames_does_not_tell_the_class(directions, white_on_black):
     """Unordered statistics of frames, of first and second degree, do not differ between classes; ordered ones do."""

@@ -156,14 +156,3 @@ def test_bad_files(tmp_path, capsys):
     reference.write_text("one\n", encoding="utf-8")
     assert tool.main([str(log), "--reference", str(reference)]) == 2
     assert "must have a line for each of the 3 sentences, got 1" in capsys.readouterr().err
-
-
-def test_on_what_fairseq_prints(tmp_path):
-    """Compare with fairseq's BLEU of the same tokens, printed with two digits."""
-    bleu = pytest.importorskip("fairseq.scoring.bleu")
-    dictionary = pytest.importorskip("fairseq.data").Dictionary()
-    scorer = bleu.Scorer(bleu.BleuConfig(pad=1, eos=2, unk=3))
-    for hypothesis, reference in SENTENCES:
-        encoded = [dictionary.encode_line(line, add_if_not_exist=True) for line in (reference, hypothesis)]
-        scorer.add(*encoded)
-    assert tool.scores(tool.read(generated()))["bleu"] == pytest.approx(scorer.score(), abs=1e-3)

@@ -109,20 +109,6 @@ def test_a_broken_image_ends_the_training_in_one_line(photographs, tmp_path, cap
 
 
 @pytest.mark.slow
-def test_broken_images_are_left_out_and_named(photographs, tmp_path, capsys):
-    expected = break_images(photographs)
-    assert train(photographs, tmp_path / "out", "--skip-broken") == 0
-    out = capsys.readouterr().out.splitlines()
-    file = tmp_path / "out/broken.txt"
-    assert out[0] == f"left out 3 of 18 images, which cannot be read: {', '.join(expected)} (reasons in {file})"
-    assert "10 images of an epoch" in out[1]
-    assert "10 + 5 images" in out[2]
-    rows = dict(line.split("\t") for line in file.read_text().splitlines())
-    assert list(rows) == list(expected)
-    assert all(reason in rows[name] for name, reason in expected.items())
-
-
-@pytest.mark.slow
 def test_no_image_is_left(photographs, tmp_path, capsys):
     for file in (photographs / "train/cat").iterdir():
         file.write_bytes(b"")

@@ -71,19 +71,13 @@ def same_as_whole(run: Path) -> bool:
     return rows(run / "parts") == rows(run / "whole") and all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
-@pytest.mark.parametrize("config", [["photos.yaml"], []])
-def test_the_settings_of_the_beginning_are_taken_up(run, photographs, config, capsys):
-    assert resume(run, photographs, *(str(run / name) for name in config)) == 0
+@pytest.mark.parametrize("arguments", [["photos.yaml"], [], ["photos.yaml", *BEGUN, "--batch-size", "256"]])
+def test_the_settings_of_the_beginning_are_taken_up(run, photographs, arguments, capsys):
+    assert resume(run, photographs, *(str(run / word) if word == "photos.yaml" else word for word in arguments)) == 0
     out, err = capsys.readouterr()
     assert same_as_whole(run)
     assert out.splitlines()[0].startswith("aa_resnet34: ")
     assert not err
-
-
-def test_the_same_command_line_with_resume_added(run, photographs, capsys):
-    assert resume(run, photographs, str(run / "photos.yaml"), *BEGUN, "--batch-size", "256") == 0
-    assert capsys.readouterr().out.splitlines()[0].startswith("aa_resnet34: ")
-    assert same_as_whole(run)
 
 
 def test_a_changed_config_is_named_and_changes_nothing(run, photographs, capsys):

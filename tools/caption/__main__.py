@@ -30,7 +30,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return its exit code, 2 for bad input."""
+    """Run a command; return its exit code, 2 for bad input (ValueError)."""
     given = sys.argv[1:] if arguments is None else arguments
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tools.caption", description=__doc__, formatter_class=layout)

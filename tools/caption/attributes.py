@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from tools import files
 from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, make_backbone, read_weights
-from tools.caption.lists import BadFile
 from tools.caption.noisy_or import NoisyOrHead, noisy_or
 
 Attributes = list[list[Any]]  # [word, probability], by falling probability
@@ -62,13 +61,13 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     """Load a detector from a file that :meth:`AttributeDetector.save` wrote, in evaluation mode.
 
     Raises:
-        BadFile: the file cannot be read, or holds something else.
+        ValueError: the file cannot be read, or holds something else.
         BadBackbone: the backbone cannot be built.
     """
     weights, metadata = read_weights(path)
     missing = [key for key in ("model", "size", "words", "output_stride") if key not in metadata]
     if missing:
-        raise BadFile(f"{path} holds no attribute detector: its metadata lack {', '.join(missing)}")
+        raise ValueError(f"{path} holds no attribute detector: its metadata lack {', '.join(missing)}")
     size = tuple(json.loads(metadata["size"]))
     fc7 = json.loads(metadata.get("fc7", "false"))
     backbone = make_backbone(metadata["model"], size, json.loads(metadata["output_stride"]), fc7)

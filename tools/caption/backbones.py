@@ -20,7 +20,6 @@ from timm.models.vgg import VGG
 from torch import Tensor, nn
 
 from tools import files
-from tools.caption.lists import BadFile
 from tools.model_names import check_model_name
 
 SIZE = (565, 565)  # pixels: Fang et al., Sec. 3
@@ -87,7 +86,7 @@ class TimmBackbone(nn.Module):
         The weights of a VGG may also be torchvision's (:func:`from_torchvision`).
 
         Raises:
-            BadFile: the file cannot be read.
+            ValueError: the file cannot be read.
             BadBackbone: the weights belong to another network.
         """
         weights, metadata = read_weights(path)
@@ -207,20 +206,20 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read weights and, for safetensors, metadata.
 
     Raises:
-        BadFile: the file cannot be read as weights.
+        ValueError: the file cannot be read as weights.
     """
     if not path.is_file():
-        raise BadFile(f"weights {path}: no such file")
+        raise ValueError(f"weights {path}: no such file")
     try:
         if path.suffix == ".safetensors":
             return files.read_weights(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise BadFile(f"weights {path} cannot be read: {error}") from error
+        raise ValueError(f"weights {path} cannot be read: {error}") from error
     except Exception as error:  # from pickle
-        raise BadFile(f"weights {path} cannot be read as tensors alone: {error}") from error
+        raise ValueError(f"weights {path} cannot be read as tensors alone: {error}") from error
     for key in ("state_dict", "model"):
         content = content.get(key, content) if isinstance(content, dict) else content
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise BadFile(f"weights {path} must hold a dict of tensors, got {type(content).__name__}")
+        raise ValueError(f"weights {path} must hold a dict of tensors, got {type(content).__name__}")
     return content, {}

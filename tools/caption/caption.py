@@ -60,7 +60,7 @@ def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
     """Return the pictures, including those of folders, by unique names.
 
     Raises:
-        BadFile: a folder has no pictures.
+        ValueError: a folder has no pictures.
     """
     paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
     pictures: dict[str, Path] = {}
@@ -163,11 +163,7 @@ def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captione
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ValueError: the options or files are invalid.
-    """
+    """Run the command; return the exit code."""
     for noisy in ("fairseq", "attn_plugins.fairseq"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from tools.caption.captioner import Captioner
@@ -208,7 +204,7 @@ def merge(out: Path) -> int:
     """Write ``captions.json`` from the shards in the work folder; return the exit code.
 
     Raises:
-        BadFile: there is nothing to write, or something is left to do.
+        ValueError: there is nothing to write, or something is left to do.
     """
 
     def save(parts: list[Path], plan: dict[str, Any]) -> None:

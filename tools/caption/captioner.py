@@ -32,10 +32,6 @@ from tools.caption.word_attention import WordAttention, word_attention
 FILES = ("splits", "captions", "regions", "attributes", "dictionary")
 
 
-class BadCaptioner(ValueError):
-    """Checkpoints or their files are unsuitable for captioning pictures."""
-
-
 @dataclass(frozen=True)
 class CaptionedPicture:
     """A caption with its scores and attention.
@@ -85,8 +81,7 @@ class Captioner:
         region_config: Config of mmdet, likewise.
 
     Raises:
-        BadCaptioner: a checkpoint is missing or unsuitable, or its data folder is invalid.
-        ValueError: the recipe or the extractor of regions cannot be used, or models and data folder do not match.
+        ValueError: a checkpoint, its data folder, or the recipe of regions is unsuitable, or they do not match.
     """
 
     def __init__(
@@ -103,7 +98,7 @@ class Captioner:
     ) -> None:
         for name, value in (("--beam", beam), ("--max-len", max_len)):
             if value < 1:
-                raise BadCaptioner(f"{name} must be at least 1, got {value}")
+                raise ValueError(f"{name} must be at least 1, got {value}")
         self.paths, self.detector, self.device = list(paths), detector, device
         overrides: dict[str, Any] = dict(results_json=None)
         if data is not None:
@@ -116,7 +111,7 @@ class Captioner:
         self.sees_regions, self.sees_attributes = fusions != {"semantic"}, fusions != {"visual"}
         if self.sees_attributes and detector is None:
             names = ", ".join(sorted(fusions))
-            raise BadCaptioner(f"--detector is needed: the fusion of --path {self.paths[0]} is {names}")
+            raise ValueError(f"--detector is needed: the fusion of --path {self.paths[0]} is {names}")
         self.extractor: RecordedExtractor | None = None
         if self.sees_regions and self.task.regions is not None:
             self.extractor = RecordedExtractor(self.task.regions, device, region_checkpoint, region_config)
@@ -129,20 +124,20 @@ class Captioner:
     def _load(self, path: Path, overrides: dict[str, Any]) -> None:
         """Add a model; all share the task of the first one, as in ``fairseq-generate``."""
         if not path.is_file():
-            raise BadCaptioner(f"--path: {path} does not exist")
+            raise ValueError(f"--path: {path} does not exist")
         try:
             state = checkpoint_utils.load_checkpoint_to_cpu(str(path), overrides)
             cfg = convert_namespace_to_omegaconf(state["args"]) if state.get("args") else state["cfg"]
             name, architecture = cfg.task._name, cfg.model._name
         except Exception as error:  # from pickle and zip, and for other dicts
-            raise BadCaptioner(f"--path: {path} cannot be read as a fairseq checkpoint: {error!r:.200}") from error
+            raise ValueError(f"--path: {path} cannot be read as a fairseq checkpoint: {error!r:.200}") from error
         if name != "captioning":
-            raise BadCaptioner(f"--path: {path} is of the task {name}, not captioning")
+            raise ValueError(f"--path: {path} is of the task {name}, not captioning")
         if self.task is None:
             self.task = self._task(path, cfg.task)
         [model], cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], task=self.task, state=state)
         if not isinstance(model, CaptionerModel):
-            raise BadCaptioner(f"--path: {path} is of the model {architecture}, which is not one of our captioners")
+            raise ValueError(f"--path: {path} is of the model {architecture}, which is not one of our captioners")
         model.to(self.device).eval()
         model.prepare_for_inference_(cfg)
         self.models.append(model)
@@ -151,11 +146,11 @@ class Captioner:
         another = f"--path {path} was trained on {cfg.data}; --data takes another folder, and all files from it"
         dictionary = Path(cfg.dictionary or Path(cfg.data) / "dict.txt")
         if not dictionary.is_file():  # the task would build one from the captions
-            raise BadCaptioner(f"the vocabulary {dictionary} does not exist: {another}")
+            raise ValueError(f"the vocabulary {dictionary} does not exist: {another}")
         try:
             task = tasks.setup_task(cfg)
         except (OSError, ValueError) as error:
-            raise BadCaptioner(f"{error}: {another}") from error
+            raise ValueError(f"{error}: {another}") from error
         assert isinstance(task, CaptioningTask)
         task.has_attributes |= self.detector is not None
         return task
@@ -165,7 +160,7 @@ class Captioner:
         assert self.detector is not None
         words = self.detector.words
         if not any(self._known(word) for word in words):
-            raise BadCaptioner(
+            raise ValueError(
                 f"the detector's words, such as {words[0]!r}, are not in the vocabulary, which is of other captions"
             )
         number = self.task.cfg.max_attributes

@@ -49,9 +49,9 @@ from attn_plugins.captioning.region_formats import PACKAGES, package_of
 from attn_plugins.captioning.region_parts import RegionParts
 from tools import files, need
 from tools.caption import shards
-from tools.caption.lists import BadFile, ListedImage, listed_images
+from tools.caption.lists import ListedImage, listed_images
 from tools.caption.recipe import digest, make_extractor, recipe_of
-from tools.caption.regions import BadExtractor, Extractor, Regions, Selection
+from tools.caption.regions import Extractor, Regions, Selection
 from tools.pictures import BadPicture, open_picture
 
 
@@ -128,7 +128,7 @@ class Extraction:
         try:
             regions = self.extractor([prepared for _, prepared in batch])
         except torch.cuda.OutOfMemoryError as error:
-            raise BadExtractor(f"{error}; a smaller --batch-size needs less; --restart with it") from error
+            raise ValueError(f"{error}; a smaller --batch-size needs less; --restart with it") from error
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             if len(batch) > 1:
                 for one in batch:
@@ -154,18 +154,14 @@ def check_out(out: Path, overwrite: bool) -> None:
         need(package)
     package_of(out)
     if out.exists() and not overwrite:
-        raise BadFile(f"OUT {out} already exists: --overwrite replaces it")
+        raise ValueError(f"OUT {out} already exists: --overwrite replaces it")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ValueError: the options or files are invalid.
-    """
+    """Run the command; return the exit code."""
     check_out(options.out, options.overwrite)
     if options.batch_size < 1:
-        raise BadExtractor(f"--batch-size must be at least 1, got {options.batch_size}")
+        raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     images = listed_images(options.images, options.captions, options.splits)
     extractor = make_extractor(options, options.shard.device(options.device))
     recipe = recipe_of(options, options.out)
@@ -200,7 +196,7 @@ def merge(out: Path, overwrite: bool) -> int:
     def save(parts: list[Path], plan: dict[str, Any]) -> None:
         regions = RegionParts(parts, plan["images"])
         if not regions.image_ids:
-            raise BadFile(f"none of the {len(plan['images'])} pictures gave regions")
+            raise ValueError(f"none of the {len(plan['images'])} pictures gave regions")
         files.write(out, lambda partial: regions.save(partial, plan["recipe"]), work_folder(out))
         print(f"{out}: {len(regions.image_ids)} images, {regions.rows} regions of {regions.feature_dim} channels")
 

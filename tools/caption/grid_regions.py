@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tools.caption.backbones import BadBackbone, TimmBackbone, read_weights
-from tools.caption.regions import BadExtractor, Regions, as_regions
+from tools.caption.regions import Regions, as_regions
 
 
 class GridRegions:
@@ -39,7 +39,7 @@ class GridRegions:
         size: tuple[int, int] | None = None,
     ) -> None:
         if cells < 1:
-            raise BadExtractor(f"--grid-size must be at least 1, got {cells}")
+            raise ValueError(f"--grid-size must be at least 1, got {cells}")
         torch.manual_seed(seed)
         stride = None
         if isinstance(weights, Path):  # the training size, if the file stores it
@@ -53,7 +53,7 @@ class GridRegions:
             try:
                 self.backbone.load_pretrained()
             except BadBackbone as error:
-                raise BadExtractor(f"{error}; give --checkpoint FILE, or --no-weights") from error
+                raise ValueError(f"{error}; give --checkpoint FILE, or --no-weights") from error
         self.backbone.to(device).eval()
         self.cells, self.device = cells, device
 

@@ -13,22 +13,18 @@ from PIL import Image
 ImageId = int | str
 
 
-class BadFile(ValueError):
-    """An invalid file; the message names it and the item."""
-
-
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        BadFile: it cannot be read.
+        ValueError: it cannot be read.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BadFile(f"{path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise BadFile(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
 
 
 def read_items(path: Path, where: str | None, **keys: type | tuple[type, ...]) -> list[dict[str, Any]]:
@@ -37,13 +33,13 @@ def read_items(path: Path, where: str | None, **keys: type | tuple[type, ...]) -
     if where:
         rows = rows.get(where) if isinstance(rows, dict) else None
     if not isinstance(rows, list):
-        raise BadFile(f"{path}: {name} must be a list, got {type(rows).__name__}")
+        raise ValueError(f"{path}: {name} must be a list, got {type(rows).__name__}")
     for number, row in enumerate(rows):
         for key, kind in keys.items():
             value = row.get(key) if isinstance(row, dict) else None
             if not isinstance(value, kind) or isinstance(value, bool):
                 kinds = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
-                raise BadFile(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
+                raise ValueError(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
     return rows
 
 
@@ -59,7 +55,7 @@ def read_names(path: Path) -> dict[ImageId, str]:
     rows = read_items(path, "images", id=(int, str), file_name=str)
     [(twice, number)] = Counter(str(row["id"]) for row in rows).most_common(1) or [("", 0)]
     if number > 1:
-        raise BadFile(f"{path}: image {twice} is repeated")
+        raise ValueError(f"{path}: image {twice} is repeated")
     return {row["id"]: row["file_name"] for row in rows}
 
 
@@ -67,13 +63,13 @@ def read_captions(path: Path) -> dict[ImageId, list[str]]:
     """Return the captions of every image of a COCO caption file, which may be none.
 
     Raises:
-        BadFile: the file is invalid, or a caption is of an unknown image.
+        ValueError: the file is invalid, or a caption is of an unknown image.
     """
     captions: dict[ImageId, list[str]] = {row["id"]: [] for row in read_items(path, "images", id=(int, str))}
     known = {str(image): image for image in captions}
     for row in read_items(path, "annotations", image_id=(int, str), caption=str):
         if str(row["image_id"]) not in known:
-            raise BadFile(f"{path}: caption {row.get('id')} is of image {row['image_id']}, which 'images' lacks")
+            raise ValueError(f"{path}: caption {row.get('id')} is of image {row['image_id']}, which 'images' lacks")
         captions[known[str(row["image_id"])]].append(row["caption"])
     return captions
 
@@ -84,7 +80,7 @@ def read_splits(path: Path) -> list[dict[str, Any]]:
     for number, row in enumerate(rows):
         image_id = row.setdefault("cocoid", row.get("imgid"))
         if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
-            raise BadFile(f"{path}: item {number} of 'images' has neither cocoid nor imgid, got {row!r:.120}")
+            raise ValueError(f"{path}: item {number} of 'images' has neither cocoid nor imgid, got {row!r:.120}")
     return rows
 
 
@@ -113,10 +109,10 @@ def listed_images(folder: Path, captions: Path | None = None, splits: Path | Non
             ``filename`` is looked up in ``captions``.
 
     Raises:
-        BadFile: the folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
+        ValueError: the folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
     """
     if not folder.is_dir():
-        raise BadFile(f"IMAGES {folder}: no such folder")
+        raise ValueError(f"IMAGES {folder}: no such folder")
     names = {} if captions is None else read_names(captions)
     if splits is not None:
         images = _of_splits(folder, splits, {str(image): name for image, name in names.items()})
@@ -127,14 +123,14 @@ def listed_images(folder: Path, captions: Path | None = None, splits: Path | Non
         images = [ListedImage(path.stem, path) for path in sorted(folder.iterdir()) if path.suffix.lower() in known]
     source = splits or captions or folder
     if not images:
-        raise BadFile(f"{source} has no pictures")
+        raise ValueError(f"{source} has no pictures")
     first: dict[str, ListedImage] = {}
     for image in images:
         other = first.setdefault(str(image.id), image)
         if other is not image:
-            raise BadFile(f"{source}: {other.path.name} and {image.path.name} have the same id, {image.id}")
+            raise ValueError(f"{source}: {other.path.name} and {image.path.name} have the same id, {image.id}")
     if not any(image.path.is_file() for image in images):
-        raise BadFile(f"{folder} has none of the {len(images)} pictures of {source}, such as {images[0].path.name}")
+        raise ValueError(f"{folder} has none of the {len(images)} pictures of {source}, such as {images[0].path.name}")
     return images
 
 
@@ -143,7 +139,7 @@ def _of_splits(folder: Path, splits: Path, names: dict[str, str]) -> list[Listed
     for row in read_splits(splits):
         name = row.get("filename", names.get(str(row["cocoid"])))
         if not isinstance(name, str):
-            raise BadFile(f"{splits}: image {row['cocoid']} has no filename, and no caption file has it")
+            raise ValueError(f"{splits}: image {row['cocoid']} has no filename, and no caption file has it")
         nested = folder / str(row.get("filepath", "")) / name
         images.append(ListedImage(row["cocoid"], nested if nested.is_file() else folder / name, row["split"]))
     return images

@@ -19,7 +19,7 @@ from mmengine.runner import load_checkpoint
 from PIL import Image
 from torch import Tensor
 
-from tools.caption.regions import BadExtractor, Regions, Selection, as_regions
+from tools.caption.regions import Regions, Selection, as_regions
 
 
 class MmdetRegions:
@@ -45,31 +45,31 @@ class MmdetRegions:
         try:
             loaded = Config.fromfile(str(config))
         except Exception as error:  # a config is a program
-            raise BadExtractor(f"--mmdet {config} cannot be read as a config: {error}") from error
+            raise ValueError(f"--mmdet {config} cannot be read as a config: {error}") from error
         scope = loaded.get("default_scope", "mmdet")
         torch.manual_seed(seed)
         with DefaultScope.overwrite_default_scope(scope):
             model: Any = MODELS.build(loaded.model)
         head = getattr(model, "roi_head", None)
         if not isinstance(head, (StandardRoIHead, CascadeRoIHead)) or isinstance(head, SparseRoIHead):
-            raise BadExtractor(
+            raise ValueError(
                 f"--mmdet {config} must be a two-stage detector (an RPN and a standard or cascade RoI head), got "
                 f"{type(model).__name__}{f' with {type(head).__name__}' if head is not None else ''}"
             )
         if getattr(head, "with_semantic", False):
-            raise BadExtractor(f"--mmdet {config}: a RoI head with a semantic branch is not supported")
+            raise ValueError(f"--mmdet {config}: a RoI head with a semantic branch is not supported")
         if checkpoint is not None:
             try:
                 load_checkpoint(model, str(checkpoint), map_location="cpu", strict=True, logger="silent")
             except Exception as error:
-                raise BadExtractor(f"{checkpoint} does not fit {config} or cannot be read: {error}"[:500]) from error
+                raise ValueError(f"{checkpoint} does not fit {config} or cannot be read: {error}"[:500]) from error
         self.model = model.to(device).eval()
         self.cascade = isinstance(head, CascadeRoIHead)
         self.selection, self.feature = selection, feature
         steps = [copy.deepcopy(step) for step in get_test_pipeline_cfg(loaded)]
         steps = [step for step in steps if "Annotations" not in step["type"]]
         if "LoadImage" not in steps[0]["type"]:
-            raise BadExtractor(f"--mmdet {config}: its test pipeline must begin with loading an image, got {steps[0]}")
+            raise ValueError(f"--mmdet {config}: its test pipeline must begin with loading an image, got {steps[0]}")
         steps[0] = dict(type="mmdet.LoadImageFromNDArray")
         with DefaultScope.overwrite_default_scope(scope):
             self.pipeline = Compose(steps)

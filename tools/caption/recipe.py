@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 
 from attn_plugins.captioning.region_features import RegionFeatures
-from tools.caption.regions import BadExtractor, Extractor, Regions, Selection
+from tools.caption.regions import Extractor, Regions, Selection
 
 TOOL = "tools.caption extract"
 TOOLS = (TOOL, "tools.captioning.extract_regions")  # the latter in older files
@@ -28,10 +28,6 @@ OPTIONS = (
     "mmdet", "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
     "score_threshold", "nms", "size", "seed", "batch_size", "dtype",
 )  # fmt: skip
-
-
-class BadRecipe(ValueError):
-    """The recipe cannot be used here to compute regions."""
 
 
 def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
@@ -50,10 +46,10 @@ def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
         size = size and (size[0], size[-1] if len(size) > 1 else 1333)
         return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
     if size:
-        raise BadExtractor("--size goes without --mmdet: the config's test pipeline sets the size")
+        raise ValueError("--size goes without --mmdet: the config's test pipeline sets the size")
     config, checkpoint = mmdet_files(options)
     if checkpoint is None and not options.no_weights:
-        raise BadExtractor("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
+        raise ValueError("--mmdet CONFIG needs a CHECKPOINT, or --no-weights for random ones")
     from tools.caption.mmdet_regions import MmdetRegions
 
     return MmdetRegions(config, selection, checkpoint, options.feature, device, options.seed)
@@ -63,7 +59,7 @@ def mmdet_files(options: argparse.Namespace) -> tuple[str, str | None]:
     """Return config and checkpoint; the latter follows the config or ``--checkpoint``."""
     config, *checkpoint = options.mmdet
     if len(checkpoint) > 1 or (checkpoint and options.checkpoint):
-        raise BadExtractor(f"--mmdet takes a config and at most one checkpoint, got {' '.join(options.mmdet)}")
+        raise ValueError(f"--mmdet takes a config and at most one checkpoint, got {' '.join(options.mmdet)}")
     return config, checkpoint[0] if checkpoint else options.checkpoint
 
 
@@ -110,8 +106,7 @@ class RecordedExtractor:
         config: Config of mmdet, likewise.
 
     Raises:
-        BadRecipe: the file has no recipe, or one of its files is missing or changed.
-        BadExtractor: the extractor cannot be built from it.
+        ValueError: the file has no recipe, one of its files is missing or changed, or no extractor can be built by it.
     """
 
     def __init__(
@@ -123,7 +118,7 @@ class RecordedExtractor:
         missing = [name for name in OPTIONS if name not in options] if isinstance(options, dict) else []
         if not isinstance(options, dict) or missing:
             lacks = f"a recipe without {', '.join(missing)}" if missing else "no recipe of tools.caption extract"
-            raise BadRecipe(
+            raise ValueError(
                 f"{features.path} has {lacks}, which the regions of a new picture need: "
                 "python -m tools.caption extract --overwrite writes it"
             )
@@ -138,7 +133,7 @@ class RecordedExtractor:
         """Return the path of a file of the recipe, or None if the recipe has no such file."""
         if given is not None:
             if not given.is_file():
-                raise BadRecipe(f"--region-{name}: {given} does not exist")
+                raise ValueError(f"--region-{name}: {given} does not exist")
             return str(given)
         file = recipe.get("files", {}).get(name)
         if file is None:
@@ -150,7 +145,7 @@ class RecordedExtractor:
             if sha256_of(place) == file["sha256"]:
                 return str(place)
         what = f"but {present[0]} has changed" if present else f"which is neither {places[1]} nor {places[0]}"
-        raise BadRecipe(f"the regions in {path} are of the {name} {file['given']}, {what}: pass --region-{name}")
+        raise ValueError(f"the regions in {path} are of the {name} {file['given']}, {what}: pass --region-{name}")
 
     def __call__(self, picture: Image.Image) -> Regions:
         """Compute the regions of a picture in RGB, with features in the file's precision.

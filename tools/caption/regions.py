@@ -13,10 +13,6 @@ from torch import Tensor
 Regions = dict[str, np.ndarray]  # features (n, D), boxes (n, 4), scores (n,)
 
 
-class BadExtractor(ValueError):
-    """The extractor cannot be built from the given options."""
-
-
 class Extractor(Protocol):
     """Interface from pictures to regions. ``prepare`` runs in the loading processes, without the network's device."""
 
@@ -42,10 +38,10 @@ class Selection:
 
     def __post_init__(self) -> None:
         if not 1 <= self.minimum <= self.maximum:
-            raise BadExtractor(f"--min-regions must be from 1 to --max-regions, got {self.minimum} and {self.maximum}")
+            raise ValueError(f"--min-regions must be from 1 to --max-regions, got {self.minimum} and {self.maximum}")
         for name, value in (("--score-threshold", self.threshold), ("--nms", self.iou)):
             if not 0 <= value <= 1:
-                raise BadExtractor(f"{name} must be from 0 to 1, got {value}")
+                raise ValueError(f"{name} must be from 0 to 1, got {value}")
 
     def __call__(self, boxes: Tensor, scores: Tensor, height: float, width: float) -> tuple[Tensor, Tensor]:
         """Select regions among a detector's proposals on a picture of ``height`` × ``width`` pixels.

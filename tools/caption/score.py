@@ -26,7 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tools import files
-from tools.caption.lists import BadFile, ImageId, read_captions, read_items, read_splits, some
+from tools.caption.lists import ImageId, read_captions, read_items, read_splits, some
 from tools.caption.metrics import PTB, evaluate
 
 
@@ -35,7 +35,7 @@ def read_references(path: Path) -> dict[ImageId, list[str]]:
     references = read_captions(path)
     for image, own in references.items():
         if not all(map(str.strip, own)):
-            raise BadFile(f"{path}: image {image}: an empty caption")
+            raise ValueError(f"{path}: image {image}: an empty caption")
     return references
 
 
@@ -45,7 +45,7 @@ def read_split(path: Path, part: str) -> list[ImageId]:
     chosen = [row["cocoid"] for row in rows if row["split"] == part]
     if not chosen:
         counts = ", ".join(f"{name} ({count})" for name, count in Counter(row["split"] for row in rows).items())
-        raise BadFile(f"{path} has no images in {part!r}; its parts: {counts or 'none'}")
+        raise ValueError(f"{path} has no images in {part!r}; its parts: {counts or 'none'}")
     return chosen
 
 
@@ -55,9 +55,9 @@ def read_results(path: Path) -> dict[ImageId, str]:
     for row in read_items(path, None, image_id=(int, str), caption=str):
         image = row["image_id"]
         if image in results:
-            raise BadFile(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
+            raise ValueError(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
         if not row["caption"].strip():
-            raise BadFile(f"{path}: image {image}: an empty caption")
+            raise ValueError(f"{path}: image {image}: an empty caption")
         results[image] = row["caption"]
     return results
 
@@ -70,7 +70,7 @@ def match(
     Ids may be numbers in one file and text in another. ``skip`` leaves out images without a result, with a message.
 
     Raises:
-        BadFile: an image is unknown, or has no result or no references.
+        ValueError: an image is unknown, or has no result or no references.
     """
     references = read_references(captions_file)
     known = {str(image): image for image in references}
@@ -78,13 +78,13 @@ def match(
     wanted = [known.get(str(image), image) for image in read_split(*split)] if split else list(references)
     for file, images in ((results_file, list(results)), (split[0] if split else "", wanted)):
         if unknown := [image for image in images if image not in references]:
-            raise BadFile(f"{file}: {some(unknown)} that {captions_file} does not know")
+            raise ValueError(f"{file}: {some(unknown)} that {captions_file} does not know")
     if bare := [image for image in wanted if not references[image]]:
-        raise BadFile(f"{captions_file}: no caption for {some(bare)}")
+        raise ValueError(f"{captions_file}: no caption for {some(bare)}")
     if lacking := [image for image in wanted if image not in results]:
         hint = "--skip-invalid-samples skips them" + ("" if split else ", --splits scores a part of the images")
         if not skip or len(lacking) == len(wanted):
-            raise BadFile(f"{results_file}: no result for {some(lacking)} ({hint})")
+            raise ValueError(f"{results_file}: no result for {some(lacking)} ({hint})")
         print(f"skipped: {results_file} has no result for {some(lacking)}", file=sys.stderr)
         wanted = [image for image in wanted if image in results]
     others = len(results.keys() - set(wanted))
@@ -101,12 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ValueError: a file is invalid.
-        ModuleNotFoundError: the evaluation package is not installed.
-    """
+    """Run the command; return the exit code."""
     split = (Path(options.splits[0]), options.splits[1]) if options.splits else None
     results, references, others = match(options.results, options.captions, split, options.skip_invalid_samples)
     report = evaluate(results, references)

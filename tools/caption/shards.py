@@ -24,7 +24,7 @@ import torch
 
 from attn_plugins.captioning.files import complete_lines
 from tools import files
-from tools.caption.lists import BadFile, ImageId, some
+from tools.caption.lists import ImageId, some
 
 PLAN, RECORDS, SKIPPED = "plan.json", "images.jsonl", "skipped.jsonl"
 
@@ -95,14 +95,14 @@ class Run:
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
-            raise BadFile(f"another process runs shard {self.shard} in {self.folder}") from error
+            raise ValueError(f"another process runs shard {self.shard} in {self.folder}") from error
         except OSError:  # a file system without locks
             pass
         siblings = {part for part in _parts(self.folder) if part.name.endswith(f"-of-{self.shard.count}")} - {self.part}
         for part in _parts(self.folder):
             other = _difference(part, self.plan)
             if other and not self.restart and complete_lines(part / RECORDS):
-                raise BadFile(f"{part} is of an interrupted run with {other}: --restart discards it")
+                raise ValueError(f"{part} is of an interrupted run with {other}: --restart discards it")
             if other or (self.restart and part not in siblings):
                 _remove(part)
         self.part.mkdir(exist_ok=True)
@@ -153,19 +153,19 @@ def merge(folder: Path, save: Callable[[list[Path], dict[str, Any]], None]) -> i
     ``save`` writes the result of the shards' folders, by their common plan.
 
     Raises:
-        BadFile: there are no shards, their plans differ, or a picture is neither finished nor left out.
+        ValueError: there are no shards, their plans differ, or a picture is neither finished nor left out.
     """
     parts = [part for part in _parts(folder) if complete_lines(part / RECORDS) or complete_lines(part / SKIPPED)]
     if not parts:
-        raise BadFile(f"{folder} has no results to merge")
+        raise ValueError(f"{folder} has no results to merge")
     plan = json.loads((parts[0] / PLAN).read_text())
     for part in parts:
         if other := _difference(part, plan):
-            raise BadFile(f"{part} cannot be merged with {parts[0]}, it has {other}: remove one of the two")
+            raise ValueError(f"{part} cannot be merged with {parts[0]}, it has {other}: remove one of the two")
     done = _ids(parts)
     skipped = {str(i): why for part in parts for i, why in map(json.loads, complete_lines(part / SKIPPED))}
     if left := [i for i in plan["images"] if str(i) not in done and str(i) not in skipped]:
-        raise BadFile(f"{folder}: {some(left)} left to do: run the shards that are not finished")
+        raise ValueError(f"{folder}: {some(left)} left to do: run the shards that are not finished")
     save(parts, plan)
     shutil.rmtree(folder, ignore_errors=True)
     if out := [str(i) for i in plan["images"] if str(i) in skipped.keys() - done]:

@@ -37,11 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; return the exit code.
-
-    Raises:
-        ValueError: the options or the captions are invalid.
-    """
+    """Run the command; return the exit code."""
     shares, out = options.shares, options.data / "splits.json"
     if min(shares) < 0 or not all(shares[:2]) or not np.isfinite(shares).all():
         raise ValueError(f"--shares must be positive, that of TEST may be 0, got {' '.join(map(str, shares))}")

@@ -14,7 +14,7 @@ from torchvision.models import get_model, list_models
 from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 
 from tools.caption.backbones import read_weights
-from tools.caption.regions import BadExtractor, Regions, Selection, as_regions
+from tools.caption.regions import Regions, Selection, as_regions
 
 _CLASSES = "roi_heads.box_predictor.cls_score.weight"
 
@@ -42,20 +42,20 @@ class TorchvisionRegions:
     ) -> None:
         usable = [x for x in list_models(torchvision.models.detection) if "rcnn" in x]
         if name not in usable:
-            raise BadExtractor(f"--torchvision must be one of {', '.join(usable)}, got {name!r}")
+            raise ValueError(f"--torchvision must be one of {', '.join(usable)}, got {name!r}")
         options: dict[str, Any] = {} if size is None else dict(min_size=size[0], max_size=size[1])
         state = None
         if isinstance(weights, Path):
             state, _ = read_weights(weights)
             if _CLASSES not in state:
-                raise BadExtractor(f"{weights} does not fit {name}: it has no {_CLASSES}")
+                raise ValueError(f"{weights} does not fit {name}: it has no {_CLASSES}")
             options["num_classes"] = len(state[_CLASSES])
         torch.manual_seed(seed)
         try:
             default = "DEFAULT" if weights == "default" else None
             model = get_model(name, weights=default, weights_backbone=None, **options)
         except (OSError, RuntimeError) as error:
-            raise BadExtractor(
+            raise ValueError(
                 f"torchvision's weights of {name} are unavailable ({error}): pass --checkpoint FILE, or --no-weights"
             ) from error
         assert isinstance(model, GeneralizedRCNN)
@@ -63,7 +63,7 @@ class TorchvisionRegions:
             try:
                 model.load_state_dict(state)
             except RuntimeError as error:
-                raise BadExtractor(f"{weights} does not fit {name}: {error}"[:500]) from error
+                raise ValueError(f"{weights} does not fit {name}: {error}"[:500]) from error
         self.model = model.to(device).eval()
         self.selection, self.feature, self.device = selection, feature, device
 

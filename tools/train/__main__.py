@@ -42,14 +42,7 @@ from tools import need
 from tools.pictures import BadPicture
 from tools.train import broken, checkpoint
 from tools.train.config import Config, ConfigError, build, read_yaml
-from tools.train.data import (
-    TrainingLoader,
-    Transformed,
-    datasets,
-    training_transform,
-    validation_loader,
-    validation_transform,
-)
+from tools.train.data import TrainingLoader, datasets, validation_loader
 from tools.train.log import Log
 from tools.train.model import create_model, data_config, draw_parameters
 from tools.train.place import Place, find_place
@@ -77,12 +70,6 @@ def build_model(config: Config, num_classes: int, place: Place) -> torch.nn.Modu
     return model.to(memory_format=torch.channels_last) if config.channels_last else model  # type: ignore[call-overload]
 
 
-def load_validation(images: Any, config: Config, data: dict[str, Any], place: Place) -> Any:
-    """Return this process's share of the validation images; ``data`` is timm's data configuration."""
-    transformed = Transformed(images, validation_transform(config, data))
-    return validation_loader(transformed, config, place.rank, place.processes, place.device.type == "cuda")
-
-
 def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) -> None:
     """Print the accuracy of ``--evaluate``'s weights, at their training size unless another one is configured."""
     if config.input_size is None:
@@ -90,7 +77,7 @@ def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) 
     _, validation, classes, _ = read_images(Settings(config, config), options, place)
     model = build_model(config, len(classes), place)
     checkpoint.load_weights(model, options.evaluate, config, classes)
-    found = evaluate(model, load_validation(validation, config, data_config(config, model), place), place)
+    found = evaluate(model, validation_loader(validation, config, data_config(config, model), place), place)
     if place.rank == 0:
         print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['val_loss']:.4f}")
 
@@ -151,10 +138,8 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
     if config.init is not None and state is None:
         notes.append(checkpoint.start_from(model, Path(config.init)))
     data = data_config(config, model)
-    val_loader = load_validation(validation, config, data, place)
-    transformed = Transformed(training, training_transform(config, data))
-    loader = TrainingLoader(transformed, config, place.rank, place.processes, place.device.type == "cuda")
-    trainer = Trainer(config, model, loader, len(classes), place)
+    val_loader = validation_loader(validation, config, data, place)
+    trainer = Trainer(config, model, TrainingLoader(training, config, data, place), len(classes), place)
     first, best = 0, -1.0
     if state is not None:
         state.restore(trainer.parts(), file)

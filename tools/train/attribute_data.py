@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from attn_plugins.captioning.caption_files import Problems, read_splits
 from tools.caption.backbones import TimmBackbone
-from tools.caption.lists import BadFile, ListedImage, listed_images
+from tools.caption.lists import ListedImage, listed_images
 from tools.pictures import BadPicture, open_picture
 
 
@@ -59,23 +59,23 @@ class Data:
     """Pictures and captions of all parts.
 
     Raises:
-        BadFile: a file is missing or invalid, a part is empty, or a required picture is missing.
+        ValueError: a file is missing or invalid, a part is empty, or a required picture is missing.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
         folder = options.data
         if not folder.is_dir():
-            raise BadFile(f"DATA {folder}: no such folder")
+            raise ValueError(f"DATA {folder}: no such folder")
         splits = _found("splits", options.splits, folder / "splits.json")
         if splits is None:
-            raise BadFile(f"--splits: {folder} has no splits.json; python -m tools.caption splits creates it")
+            raise ValueError(f"--splits: {folder} has no splits.json; python -m tools.caption splits creates it")
         captions = _found("captions", options.captions, folder / "captions.json")
         pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
         self.splits = splits
         self.images = listed_images(pictures, captions, splits)
         missing = [image for image in self.images if not image.path.is_file()]
         if missing and not options.skip_invalid_samples:
-            raise BadFile(
+            raise ValueError(
                 f"{splits}: {len(missing)} of {len(self.images)} images have no picture, such as image "
                 f"{missing[0].id}: {missing[0].path} (--skip-invalid-samples skips them)"
             )
@@ -89,17 +89,17 @@ class Data:
         """Return the captioned images of some parts, and the captions.
 
         Raises:
-            BadFile: there are none.
+            ValueError: there are none.
         """
         images = [image for image in self.images if image.part in names and image.id in self.captions]
         if not images:
             there = ", ".join(sorted({image.part for image in self.images}))
-            raise BadFile(f"{self.splits} has no image with captions in {' or '.join(names)}; its parts: {there}")
+            raise ValueError(f"{self.splits} has no image with captions in {' or '.join(names)}; its parts: {there}")
         return images, [self.captions[image.id] for image in images]
 
 
 def _found(option: str, given: Path | None, usual: Path) -> Path | None:
     """Return the option's file, or the usual file, or None if there is neither."""
     if given is not None and not given.is_file():
-        raise BadFile(f"--{option}: {given} does not exist")
+        raise ValueError(f"--{option}: {given} does not exist")
     return given or (usual if usual.is_file() else None)

@@ -42,7 +42,6 @@ from torch.utils.data import DataLoader
 from tools import files
 from tools.caption.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
 from tools.caption.backbones import BadBackbone, TimmBackbone, make_backbone
-from tools.caption.lists import BadFile
 from tools.caption.noisy_or import noisy_or, noisy_or_loss
 from tools.pictures import BadPicture
 from tools.train.attribute_data import Data, Pictures, collate
@@ -53,10 +52,6 @@ FIXED = (
     "epochs", "batch_size", "lr", "weight_decay", "shift", "seed",
 )  # fmt: skip
 TRAINING, VALIDATION = ("train", "restval"), ("val",)
-
-
-class BadOption(ValueError):
-    """An invalid option value."""
 
 
 def course(step: int, steps: int) -> float:
@@ -76,7 +71,7 @@ class Training:
         val, val_captions = data.part(VALIDATION)
         words = frequent_words(captions, options.words, options.min_word_count, options.skip_words)
         if not words:
-            raise BadFile(
+            raise ValueError(
                 f"no word is left: none of the captions to train on occurs {options.min_word_count} times "
                 f"(--min-word-count) and is not skipped"
             )
@@ -104,7 +99,7 @@ class Training:
         self.rows: list[dict[str, float]] = []
         if state is not None:
             if state["vocabulary"] != words:
-                raise BadFile(f"{options.out / 'last.pth'} was trained on other captions: its words differ")
+                raise ValueError(f"{options.out / 'last.pth'} was trained on other captions: its words differ")
             self.detector.load_state_dict(state["detector"])
             self.optimizer.load_state_dict(state["optimizer"])
             self.schedule.load_state_dict(state["schedule"])
@@ -127,16 +122,16 @@ class Training:
         if not file.is_file():
             return None
         if not self.options.resume:
-            raise BadOption(f"OUT {self.options.out} already holds a training: --resume continues it")
+            raise ValueError(f"OUT {self.options.out} already holds a training: --resume continues it")
         try:
             state = torch.load(file, map_location="cpu", weights_only=True)
             before = json.loads(state["options"])
         except Exception as error:
-            raise BadFile(f"{file} cannot be read: {error}") from error
+            raise ValueError(f"{file} cannot be read: {error}") from error
         for name, value in json.loads(_fixed(self.options)).items():
             if (then := before.get(name, build_parser().get_default(name))) != value:
                 option = "--" + name.replace("_", "-")
-                raise BadOption(f"{file} was trained with {option} {then}, but now it is {value}")
+                raise ValueError(f"{file} was trained with {option} {then}, but now it is {value}")
         return state
 
     def run(self) -> float:
@@ -191,7 +186,7 @@ class Training:
                 total, count = total + loss.item() * len(batch[0]), count + len(batch[0])
             self.schedule.step()
         if count == 0:
-            raise BadFile("none of the pictures to train on can be read")
+            raise ValueError("none of the pictures to train on can be read")
         return total / count
 
     @torch.inference_mode()
@@ -206,10 +201,10 @@ class Training:
                 targets.append(batch[2].numpy())
                 losses += [noisy_or_loss(logits, batch[2].to(self.device)).item()] * len(batch[0])
         if not scores:
-            raise BadFile("none of the pictures to validate can be read")
+            raise ValueError("none of the pictures to validate can be read")
         precision = average_precision(np.concatenate(scores), np.concatenate(targets))
         if np.isnan(precision).all():
-            raise BadFile("the captions to validate have none of the words")
+            raise ValueError("the captions to validate have none of the words")
         return dict(val_loss=float(np.mean(losses)), map=float(np.nanmean(precision)))
 
     def _save(self) -> None:
@@ -229,7 +224,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
     weights = options.out / "best.safetensors"
     detector = load_detector(weights, device)
     if options.backbone_given and options.backbone != detector.backbone.name:
-        raise BadOption(f"{weights} holds a {detector.backbone.name}, but --backbone is {options.backbone}")
+        raise ValueError(f"{weights} holds a {detector.backbone.name}, but --backbone is {options.backbone}")
     none = torch.zeros(len(data.images), 0)
     pictures = Pictures(data.images, none, detector.backbone, 0.0, options.skip_invalid_samples)
     loader: Any = DataLoader(pictures, options.batch_size, num_workers=options.workers, collate_fn=collate)
@@ -238,7 +233,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
         for index, own in zip(batch[0].tolist(), detector.log_odds(batch[1].to(device)).cpu()):
             found[str(data.images[index].id)] = top(own, detector.words, options.top)
     if not found:
-        raise BadFile("none of the pictures can be read")
+        raise ValueError("none of the pictures can be read")
     out = options.attributes or options.data / "attributes.json"
     files.write_text(out, json.dumps(found))
     print(f"{out}: {len(found)} images, {len(next(iter(found.values())))} words each")
@@ -285,15 +280,15 @@ def check(options: argparse.Namespace) -> None:
     """Fill in defaults that depend on other options.
 
     Raises:
-        BadOption: a value is invalid.
+        ValueError: a value is invalid.
     """
     for name in ("words", "min_word_count", "epochs", "batch_size", "top"):
         if getattr(options, name) < 1:
-            raise BadOption(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
     if options.size is not None and options.size < 16:
-        raise BadOption(f"--size must be at least 16 pixels, got {options.size}")
+        raise ValueError(f"--size must be at least 16 pixels, got {options.size}")
     if not 0 <= options.shift < 0.5:
-        raise BadOption(f"--shift must be from 0 to 0.5, got {options.shift}")
+        raise ValueError(f"--shift must be from 0 to 0.5, got {options.shift}")
     options.backbone_given = options.backbone is not None
     options.backbone = options.backbone or ("vgg16" if options.fc7 else "resnet50")
     options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)

@@ -129,11 +129,9 @@ class Config:
         ):  # fmt: skip
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("frames", "epochs", "batch_size", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)!r}")
-        if self.workers is not None and self.workers < 0:
-            raise ConfigError(f"workers must be at least 0, got {self.workers!r}")
+        for name, least in dict(frames=1, epochs=1, batch_size=1, accumulate=1, workers=0).items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise ConfigError(f"{name} must be at least {least}, got {value!r}")
         for name in ("warmup", "hflip", "erasing", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)!r}")

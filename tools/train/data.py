@@ -18,6 +18,7 @@ from tools.pictures import open_picture
 
 from .clips import ClipFolder, ClipTransform
 from .config import Config, ConfigError
+from .place import Place
 
 
 def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
@@ -118,20 +119,24 @@ def loaders(config: Config) -> int:
 
 
 class TrainingLoader:
-    """Batches of one process's share; the content of an epoch depends only on seed and epoch."""
+    """Batches of one process's share; the content of an epoch depends only on seed and epoch.
 
-    def __init__(self, dataset: Dataset, config: Config, rank: int, processes: int, pin: bool) -> None:
-        self.config, self.rank = config, rank
+    ``data`` is timm's data configuration.
+    """
+
+    def __init__(self, images: Any, config: Config, data: dict[str, Any], place: Place) -> None:
+        self.config, self.rank, processes = config, place.rank, place.processes
+        dataset = Transformed(images, training_transform(config, data))
         self.generator = torch.Generator()
         self.sampler: DistributedSampler = DistributedSampler(
-            dataset, processes, rank, shuffle=True, seed=config.seed, drop_last=processes > 1
+            dataset, processes, place.rank, shuffle=True, seed=config.seed, drop_last=processes > 1
         )
         self.batches: DataLoader = DataLoader(
             dataset,
             config.share(processes),
             sampler=self.sampler,
             num_workers=loaders(config),
-            pin_memory=pin,
+            pin_memory=place.device.type == "cuda",
             drop_last=True,
             generator=self.generator,
         )
@@ -149,7 +154,10 @@ class TrainingLoader:
             yield batch
 
 
-def validation_loader(dataset: Any, config: Config, rank: int, processes: int, pin: bool) -> DataLoader:
+def validation_loader(images: Any, config: Config, data: dict[str, Any], place: Place) -> DataLoader:
     """Return a loader that reads every image once, over all processes together."""
-    share = Subset(dataset, range(rank, len(dataset), processes))
-    return DataLoader(share, config.share(processes), num_workers=loaders(config), pin_memory=pin)
+    share = Subset(
+        Transformed(images, validation_transform(config, data)), range(place.rank, len(images), place.processes)
+    )
+    pin = place.device.type == "cuda"
+    return DataLoader(share, config.share(place.processes), num_workers=loaders(config), pin_memory=pin)
