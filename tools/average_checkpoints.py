@@ -28,11 +28,7 @@ EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d
 
 
 def last_of(folder: Path, count: int, name: re.Pattern[str]) -> list[Path]:
-    """Return the ``count`` checkpoints with the highest numbers.
-
-    Raises:
-        ValueError: the folder has fewer.
-    """
+    """Return the ``count`` checkpoints with the highest numbers; raise a ValueError if the folder has fewer."""
     found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := name.fullmatch(path.name)))
     if len(found) < count:
         raise ValueError(f"--last {count} needs as many {name.pattern} in {folder}, found {len(found)}")
@@ -40,11 +36,7 @@ def last_of(folder: Path, count: int, name: re.Pattern[str]) -> list[Path]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Load a fairseq checkpoint.
-
-    Raises:
-        ValueError: the file is not a fairseq checkpoint.
-    """
+    """Load a fairseq checkpoint; raise a ValueError if the file is not a fairseq checkpoint."""
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:

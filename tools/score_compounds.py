@@ -136,11 +136,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def read_lines(path: Path, count: int) -> list[str]:
-    """Read the ``count`` lines of a file.
-
-    Raises:
-        ValueError: the file has more or fewer lines.
-    """
+    """Read the ``count`` lines of a file; raise a ValueError if the file has more or fewer lines."""
     lines = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     if len(lines) != count:
         raise ValueError(f"--reference {path} must have a line for each of the {count} sentences, got {len(lines)}")

@@ -21,9 +21,8 @@ from tools.clips import open_clip, read_whole, sampled, segments, strided
 from tools.datasets import moving_digits
 from tools.pictures import BadPicture
 from tools.train.__main__ import main
-from tools.train.clips import ClipFolder, ClipTransform
 from tools.train.config import Config, ConfigError, load
-from tools.train.data import Transformed, datasets, training_transform
+from tools.train.data import ClipFolder, ClipTransform, Transformed, datasets, training_transform
 from tools.train.model import create_model, draw_parameters
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs/timm").glob("*.yaml"))

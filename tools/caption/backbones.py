@@ -203,11 +203,7 @@ def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> d
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read weights and, for safetensors, metadata.
-
-    Raises:
-        ValueError: the file cannot be read as weights.
-    """
+    """Read weights and, for safetensors, metadata; raise a ValueError if the file cannot be read as weights."""
     if not path.is_file():
         raise ValueError(f"weights {path}: no such file")
     try:

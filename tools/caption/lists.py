@@ -14,11 +14,7 @@ ImageId = int | str
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Read a JSON file; raise a ValueError if it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

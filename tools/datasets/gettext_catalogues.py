@@ -78,11 +78,7 @@ def installed(language: str) -> list[Package]:
 
 
 def archive(path: Path, language: str) -> Package:
-    """Read a wheel, a zip file or a source archive.
-
-    Raises:
-        ValueError: the archive is damaged.
-    """
+    """Read a wheel, a zip file or a source archive; raise a ValueError if the archive is damaged."""
     stem = next(path.name.removesuffix(suffix) for suffix in ARCHIVES if path.name.endswith(suffix))
     match = NAME_VERSION.match(stem)
     package = Package(match[1], match[2]) if match else Package(stem)

@@ -129,11 +129,7 @@ def write_png(path: Path, frames: np.ndarray) -> None:
 
 
 def write_mp4(path: Path, frames: np.ndarray) -> None:
-    """Write frames (T, H, W, 3) as an MPEG-4 video.
-
-    Raises:
-        RuntimeError: this build of OpenCV has no encoder.
-    """
+    """Write frames (T, H, W, 3) as an MPEG-4 video; raise a RuntimeError if this build of OpenCV has no encoder."""
     import cv2
 
     file = path.with_suffix(".mp4")

@@ -86,11 +86,7 @@ class Data:
         self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
 
     def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
-        """Return the captioned images of some parts, and the captions.
-
-        Raises:
-            ValueError: there are none.
-        """
+        """Return the captioned images of some parts, and the captions; raise a ValueError if there are none."""
         images = [image for image in self.images if image.part in names and image.id in self.captions]
         if not images:
             there = ", ".join(sorted({image.part for image in self.images}))

@@ -135,11 +135,7 @@ class Training:
         return state
 
     def run(self) -> float:
-        """Run the remaining epochs; return the best mAP.
-
-        Raises:
-            FloatingPointError: the loss is not finite.
-        """
+        """Run the remaining epochs; return the best mAP; raise a FloatingPointError if the loss is not finite."""
         frequencies = self.val.targets.float().mean(0)
         chance = frequencies[frequencies > 0].mean().item()
         print(
@@ -277,11 +273,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Fill in defaults that depend on other options.
-
-    Raises:
-        ValueError: a value is invalid.
-    """
+    """Fill in defaults that depend on other options; raise a ValueError if a value is invalid."""
     for name in ("words", "min_word_count", "epochs", "batch_size", "top"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")

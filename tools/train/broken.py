@@ -41,11 +41,7 @@ class _Reasons(Dataset):
 
 
 def folders(halves: Sequence[Any]) -> list[ImageFolder]:
-    """Return ``halves``, which must be folders of images.
-
-    Raises:
-        ConfigError: the data set is of another kind.
-    """
+    """Return ``halves``, which must be folders of images; raise a ConfigError if the data set is of another kind."""
     if not all(isinstance(half, ImageFolder) for half in halves):
         raise ConfigError("--check and --skip-broken need dataset 'folder' or 'clips', which consist of files")
     return list(halves)

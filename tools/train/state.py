@@ -68,11 +68,7 @@ class State:
     parts: dict[str, Any] = field(default_factory=dict)
 
     def restore(self, parts: Mapping[str, Any], file: Path) -> None:
-        """Restore the states of ``parts``.
-
-        Raises:
-            ConfigError: a state does not fit.
-        """
+        """Restore the states of ``parts``; raise a ConfigError if a state does not fit."""
         for name, part in parts.items():
             if part is not None:
                 try:
