@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,74 +63,59 @@ class Recipe(BaseRecipe):
             raise ValueError(f"captions must be 2 to 10 a picture, got {self.captions}")
 
 
-class Annotations:
-    """Content of the JSON files, collected scene by scene."""
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.images: list[dict] = []
-        self.captions: list[dict] = []
-        self.objects: list[dict] = []
-        self.karpathy: list[dict] = []
-        self.categories = [dict(id=n + 1, name=kind) for n, kind in enumerate(NOUNS)]
-
-    def add(self, part: str, name: str, scene: Scene, masks: list[list[np.ndarray]], captions: list[str]) -> None:
-        number = len(self.images) + 1
-        size = dict(height=scene.side, width=scene.side)
-        self.images.append(dict(id=number, file_name=name, **size, background=scene.background, split=part))
-        for group, own in enumerate(masks):
-            kind, colour = scene.groups[group].kind, scene.groups[group].colour
-            category = list(NOUNS).index(kind) + 1
-            for mask in own:
-                row = annotation(len(self.objects) + 1, number, category, mask)
-                self.objects.append({**row, "colour": colour, "group": group})
-        sentences: list[dict[str, Any]] = []
-        for caption in captions:
-            row = dict(id=len(self.captions) + 1, image_id=number, caption=caption)
-            self.captions.append(row)
-            sentences.append(dict(tokens=caption.split(), raw=caption, imgid=number - 1, sentid=row["id"]))
-        ids = [sentence["sentid"] for sentence in sentences]
-        place = dict(cocoid=number, imgid=number - 1, filepath="images", filename=name, split=part)
-        self.karpathy.append({**place, "sentids": ids, "sentences": sentences})
-
-    def files(self) -> dict[str, Any]:
-        """Return path and content of each file."""
-        info = dict(description="scenes of pasted objects", version=str(self.recipe.version))
-        content: dict[str, Any] = {
-            "captions.json": dict(info=info, images=self.images, annotations=self.captions),
-            "splits.json": dict(dataset="captioned_scenes", images=self.karpathy),
-        }
-        objects = dict(info=info, images=self.images, annotations=self.objects, categories=self.categories)
-        content["annotations/objects.json"] = objects
-        for part in PARTS:
-            images = [image for image in self.images if image["split"] == part]
-            kept = {image["id"] for image in images}
-            own = [row for row in self.objects if row["image_id"] in kept]
-            content[f"annotations/objects_{part}.json"] = {**objects, "images": images, "annotations": own}
-        return content
+def paint(
+    folder: Path, recipe: Recipe, show: Show
+) -> Iterator[tuple[str, str, Scene, list[list[np.ndarray]], list[str]]]:
+    """Write all pictures; yield part, file name, scene, masks of each group, and captions of each."""
+    rng = np.random.default_rng(recipe.seed)
+    samples, targets = digit_samples()
+    cuts = (np.cumsum(SHARES)[:-1] * len(samples)).astype(int)
+    number = 0
+    for part, chosen in zip(PARTS, np.split(rng.permutation(len(samples)), cuts)):
+        painter = Painter(rng, recipe.size, samples[chosen], targets[chosen])
+        count = getattr(recipe, part)
+        for index in range(count):
+            number += 1
+            scene, pixels, masks = painter.paint()
+            Image.fromarray(pixels).save(folder / f"{number:06d}.jpg", quality=92)
+            yield part, f"{number:06d}.jpg", scene, masks, describe(rng, scene, recipe.captions)
+            show(f"{part}: {index + 1}/{count} images")
 
 
 @builder
 def build(folder: Path, recipe: Recipe, show: Show) -> None:
     """Write the set to ``folder``."""
     need("pycocotools")
+    images, captions, objects, karpathy = list[dict](), list[dict](), list[dict](), list[dict]()
     (folder / "images").mkdir()
-    (folder / "annotations").mkdir()
-    rng = np.random.default_rng(recipe.seed)
-    samples, targets = digit_samples()
-    cuts = (np.cumsum(SHARES)[:-1] * len(samples)).astype(int)
-    annotations = Annotations(recipe)
-    for part, chosen in zip(PARTS, np.split(rng.permutation(len(samples)), cuts)):
-        painter = Painter(rng, recipe.size, samples[chosen], targets[chosen])
-        count = getattr(recipe, part)
-        for index in range(count):
-            scene, pixels, masks = painter.paint()
-            name = f"{len(annotations.images) + 1:06d}.jpg"
-            Image.fromarray(pixels).save(folder / "images" / name, quality=92)
-            annotations.add(part, name, scene, masks, describe(rng, scene, recipe.captions))
-            show(f"{part}: {index + 1}/{count} images")
-    for file, content in annotations.files().items():
+    for number, (part, name, scene, masks, texts) in enumerate(paint(folder / "images", recipe, show), 1):
+        size = dict(height=scene.side, width=scene.side)
+        images.append(dict(id=number, file_name=name, **size, background=scene.background, split=part))
+        for n, (group, own) in enumerate(zip(scene.groups, masks)):
+            for mask in own:
+                row = annotation(len(objects) + 1, number, list(NOUNS).index(group.kind) + 1, mask)
+                objects.append({**row, "colour": group.colour, "group": n})
+        sentences: list[dict[str, Any]] = []
+        for text in texts:
+            captions.append(dict(id=len(captions) + 1, image_id=number, caption=text))
+            sentences.append(dict(tokens=text.split(), raw=text, imgid=number - 1, sentid=len(captions)))
+        place = dict(cocoid=number, imgid=number - 1, filepath="images", filename=name, split=part)
+        karpathy.append({**place, "sentids": [s["sentid"] for s in sentences], "sentences": sentences})
+
+    def write(file: str, content: dict[str, Any]) -> None:
+        (folder / file).parent.mkdir(exist_ok=True)
         (folder / file).write_text(json.dumps(content))
+
+    info = dict(description="scenes of pasted objects", version=str(recipe.version))
+    write("captions.json", dict(info=info, images=images, annotations=captions))
+    write("splits.json", dict(dataset="captioned_scenes", images=karpathy))
+    categories = [dict(id=n + 1, name=kind) for n, kind in enumerate(NOUNS)]
+    for part in (None, *PARTS):
+        shown = [image for image in images if part in (None, image["split"])]
+        kept = {image["id"] for image in shown}
+        rows = [row for row in objects if row["image_id"] in kept]
+        content = dict(info=info, images=shown, annotations=rows, categories=categories)
+        write(f"annotations/objects{f'_{part}' if part else ''}.json", content)
 
 
 def main(arguments: list[str] | None = None) -> int:
