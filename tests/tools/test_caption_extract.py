@@ -12,6 +12,7 @@ import timm
 import torch
 from PIL import Image
 from torch.nn import functional
+from torchvision.ops import box_iou
 
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools.caption.__main__ import main
@@ -26,27 +27,7 @@ from tools.train.config import Config
 ROOT = Path(__file__).parents[2]
 GRID = ["--grid", "test_resnet", "--no-weights", "--size", "64", "--grid-size", "3"]
 TORCHVISION = ["--torchvision", "fasterrcnn_resnet50_fpn", "--no-weights", "--size", "64"]
-CONFIG = """
-_base_ = ["mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", {block!r}]
-attention = dict(_base_.attention, attention_type="0010")
-model = dict(
-    backbone=dict(
-        base_channels=8, init_cfg=None, plugins=[dict(_base_.after_conv2, cfg=attention)], **_base_.deformable
-    ),
-    neck=dict(in_channels=[32, 64, 128, 256], out_channels=16),
-    rpn_head=dict(in_channels=16, feat_channels=16),
-    roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=16), bbox_head=dict(in_channels=16, fc_out_channels=24, num_classes=10)
-    ),
-)
-test_pipeline = [
-    dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(96, 64), keep_ratio=True),
-    dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="PackDetInputs", meta_keys=("img_id", "ori_shape", "img_shape", "scale_factor")),
-]
-test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
-"""
+CONFIG = ROOT / "configs/mmdet/scenes/faster-rcnn_narrow-r50_fpn_scenes.py"
 CASCADE = """
 _base_ = "mmdet::cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py"
 model = dict(
@@ -59,7 +40,7 @@ model = dict(
     ),
 )
 test_pipeline = [
-    dict(type="LoadImageFromFile"), dict(type="Resize", scale=(96, 64), keep_ratio=True), dict(type="PackDetInputs"),
+    dict(type="LoadImageFromFile"), dict(type="Resize", scale=(128, 128), keep_ratio=True), dict(type="PackDetInputs"),
 ]
 test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 """
@@ -75,14 +56,6 @@ def scenes(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory) -> Path:
-    """Return the config of a small Faster R-CNN with our attention."""
-    path = tmp_path_factory.mktemp("config") / "small.py"
-    path.write_text(CONFIG.format(block=str(ROOT / "configs/mmdet/empirical_attention/_base_/attended_block.py")))
-    return path
-
-
 def run(scenes: Path, out: Path, *options: str) -> int:
     ids = [] if {"--splits", "--captions"} & set(options) else ["--splits", scenes / "splits.json"]
     given = ["extract", scenes / "images", out, *ids, "--device", "cpu", *options]
@@ -95,7 +68,7 @@ def content(path: Path) -> list[tuple]:
 
 
 @pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
-def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, config, tmp_path, capsys, monkeypatch):
+def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, tmp_path, capsys, monkeypatch):
     weights = tmp_path / "weights"
     weights.mkdir()
     if way == "grid":
@@ -107,8 +80,8 @@ def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, confi
     else:
         from tools.caption.mmdet_regions import MmdetRegions
 
-        torch.save(MmdetRegions(config, Selection(), seed=7).model.state_dict(), weights / "x.pth")
-        options = ["--mmdet", config, weights / "x.pth"]
+        torch.save(MmdetRegions(CONFIG, Selection(), seed=7).model.state_dict(), weights / "x.pth")
+        options = ["--mmdet", CONFIG, weights / "x.pth"]
     out = tmp_path / "regions.npz"
     assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "1") == 0
     assert "8/8" in capsys.readouterr().err
@@ -118,7 +91,7 @@ def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, confi
     monkeypatch.chdir(tmp_path)
     features = RegionFeatures(out)
     assert features.image_ids == list(range(1, 9))
-    assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=256, mmdet=24)[way]
+    assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=256, mmdet=256)[way]
     for image_id in features.image_ids:
         boxes, scores = (features.regions(image_id)[name] for name in ("boxes", "scores"))
         assert len(boxes) == 9 if way == "grid" else 10 <= len(boxes) <= 20
@@ -174,15 +147,14 @@ def test_backbones_of_every_layout_give_maps(name):
 
 
 @pytest.mark.parametrize("kind", ["faster", "cascade"])
-def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes, config, tmp_path):
+def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes, tmp_path):
     from mmdet.structures.bbox import bbox2roi
 
     from tools.caption.mmdet_regions import MmdetRegions
 
-    if kind == "cascade":
-        config = tmp_path / "cascade.py"
-        config.write_text(CASCADE)
-    extractor = MmdetRegions(config, Selection(maximum=15))
+    cascade = tmp_path / "cascade.py"
+    cascade.write_text(CASCADE)
+    extractor = MmdetRegions(cascade if kind == "cascade" else CONFIG, Selection(maximum=15))
     pictures = [open_picture(scenes / f"images/00000{n}.jpg") for n in (1, 3)]
     prepared = [extractor.prepare(picture) for picture in pictures]
     found = extractor(prepared)
@@ -192,7 +164,7 @@ def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes,
         data = extractor.model.data_preprocessor({k: [p[k] for p in prepared] for k in prepared[0]}, False)
         maps = extractor.model.extract_feat(data["inputs"])
         sizes = [sample.img_shape for sample in data["data_samples"]]
-        assert sizes == [(64, 64), (60, 96)]
+        assert sizes == [(128, 128), (80, 128)]
         boxes = [torch.tensor(f["boxes"]) * torch.tensor([w, h, w, h]) for f, (h, w) in zip(found, sizes)]
         stage = (2,) if kind == "cascade" else ()
         result = head._bbox_forward(*stage, maps, bbox2roi([b.float() for b in boxes]))
@@ -201,22 +173,22 @@ def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes,
     extractor.feature = "map"
     for own, map_features in zip(found, extractor(prepared)):
         np.testing.assert_array_equal(own["boxes"], map_features["boxes"])
-        assert map_features["features"].shape == (len(own["boxes"]), 16)
+        assert map_features["features"].shape == (len(own["boxes"]), dict(faster=64, cascade=16)[kind])
 
 
-def test_mmdet_takes_its_checkpoint_and_no_other(scenes, config, tmp_path, capsys):
+def test_mmdet_takes_its_checkpoint_and_no_other(scenes, tmp_path, capsys):
     from tools.caption.mmdet_regions import MmdetRegions
 
-    trained = MmdetRegions(config, Selection(), seed=7).model.state_dict()
+    trained = MmdetRegions(CONFIG, Selection(), seed=7).model.state_dict()
     torch.save(dict(state_dict=trained), tmp_path / "trained.pth")
-    assert run(scenes, tmp_path / "a.npz", "--mmdet", config, tmp_path / "trained.pth") == 0
-    assert run(scenes, tmp_path / "b.npz", "--mmdet", config, "--no-weights", "--seed", "7") == 0
-    assert run(scenes, tmp_path / "c.npz", "--mmdet", config, "--no-weights", "--seed", "8") == 0
+    assert run(scenes, tmp_path / "a.npz", "--mmdet", CONFIG, tmp_path / "trained.pth") == 0
+    assert run(scenes, tmp_path / "b.npz", "--mmdet", CONFIG, "--no-weights", "--seed", "7") == 0
+    assert run(scenes, tmp_path / "c.npz", "--mmdet", CONFIG, "--no-weights", "--seed", "8") == 0
     assert content(tmp_path / "a.npz") == content(tmp_path / "b.npz") != content(tmp_path / "c.npz")
     trained.popitem()
     torch.save(dict(state_dict=trained), tmp_path / "lacking.pth")
     capsys.readouterr()
-    assert run(scenes, tmp_path / "d.npz", "--mmdet", config, tmp_path / "lacking.pth") == 2
+    assert run(scenes, tmp_path / "d.npz", "--mmdet", CONFIG, tmp_path / "lacking.pth") == 2
     assert "lacking.pth does not fit" in capsys.readouterr().err
     one_stage = ROOT / "configs/mmdet/digits/atss_narrow-r50_fpn_digits.py"
     assert run(scenes, tmp_path / "d.npz", "--mmdet", one_stage, "--no-weights") == 2
@@ -349,12 +321,6 @@ def test_a_network_that_fails_is_not_the_pictures_fault(scenes, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-def overlap(a, b):
-    low, high = np.maximum(a[:2], b[:2]), np.minimum(a[2:], b[2:])
-    both = np.prod(np.clip(high - low, 0, None))
-    return both / (np.prod(a[2:] - a[:2]) + np.prod(b[2:] - b[:2]) - both)
-
-
 @pytest.mark.parametrize(
     ("minimum", "maximum", "threshold"), [(1, 100, 0.6), (10, 100, 0.99), (2, 4, 0.1), (50, 60, 0)]
 )
@@ -367,9 +333,10 @@ def test_selection_is_that_of_plain_loops(minimum, maximum, threshold):
     own = np.clip(boxes[np.arange(40), best], 0, [80, 50, 80, 50])
     sides = (own[:, 2:] - own[:, :2]).min(1)
     order = [i for i in np.argsort(-scores.max(1)) if sides[i] >= 1]
+    overlap = box_iou(*[torch.tensor(own)] * 2)
     kept = []
     for i in order:
-        if all(best[i] != best[k] or overlap(own[i], own[k]) <= 0.3 for k in kept):
+        if all(best[i] != best[k] or overlap[i, k] <= 0.3 for k in kept):
             kept.append(i)
     number = np.clip(sum(scores[i].max() >= threshold for i in kept), minimum, maximum)
     expected = sorted((kept + [i for i in order if i not in kept])[:number], key=lambda i: -scores[i].max())
