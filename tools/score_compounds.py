@@ -37,17 +37,11 @@ HYPHEN = re.compile(r"(?<!\S)(?:@-@|##AT##-##AT##)(?!\S)|(\S)-(\S)")  # an exist
 
 @dataclass(frozen=True)
 class Generated:
-    """Sentences printed by fairseq-generate, in the order of the test set.
+    """Sentences printed by fairseq-generate, in the order of the test set."""
 
-    Attributes:
-        references: Lines T.
-        hypotheses: Lines H, the best of each sentence: tokens.
-        detokenised: Lines D of the same sentences; equal to ``hypotheses`` without ``--tokenizer``.
-    """
-
-    references: list[str]
-    hypotheses: list[str]
-    detokenised: list[str]
+    references: list[str]  # lines T
+    hypotheses: list[str]  # lines H, the best of each sentence: tokens
+    detokenised: list[str]  # lines D of the same sentences; equal to ``hypotheses`` without --tokenizer
 
 
 def read(log: str, name: str = "the output") -> Generated:

@@ -34,27 +34,16 @@ FILES = ("splits", "captions", "regions", "attributes", "dictionary")
 
 @dataclass(frozen=True)
 class CaptionedPicture:
-    """A caption with its scores and attention.
+    """A caption with its scores and attention."""
 
-    Attributes:
-        caption: Its words, separated by spaces.
-        words: The T words.
-        score: fairseq's score, which for ``lenpen`` 1 is the mean log-probability of a word.
-        log_probabilities: Log-probabilities of the T words.
-        regions: Regions of the picture; None if no model uses regions.
-        attributes: Words and probabilities passed to the models; None if no model uses attributes.
-        unknown: Words of the detector that are not in the dictionary and were left out.
-        attention: Attention of each model.
-    """
-
-    caption: str
-    words: list[str]
-    score: float
-    log_probabilities: list[float]
-    regions: Regions | None
-    attributes: list[tuple[str, float]] | None
-    unknown: list[str]
-    attention: list[WordAttention]
+    caption: str  # its words, separated by spaces
+    words: list[str]  # T words
+    score: float  # fairseq's, which for ``lenpen`` 1 is the mean log-probability of a word
+    log_probabilities: list[float]  # of the T words
+    regions: Regions | None  # of the picture; None if no model uses regions
+    attributes: list[tuple[str, float]] | None  # passed to the models, with probabilities; None if no model uses any
+    unknown: list[str]  # words of the detector that are not in the dictionary and were left out
+    attention: list[WordAttention]  # of each model
 
 
 class _Computed(RegionFeatures):

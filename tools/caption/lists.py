@@ -82,17 +82,11 @@ def read_splits(path: Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ListedImage:
-    """A picture.
+    """A picture of a list."""
 
-    Attributes:
-        id: COCO's id, or the file's stem.
-        path: The file, which need not exist.
-        part: ``train``, ``val``, ...; empty without a split file.
-    """
-
-    id: ImageId
-    path: Path
-    part: str = ""
+    id: ImageId  # COCO's id, or the file's stem
+    path: Path  # need not exist
+    part: str = ""  # 'train', 'val', ...; empty without a split file
 
 
 def listed_images(folder: Path, captions: Path | None = None, splits: Path | None = None) -> list[ListedImage]:

@@ -36,21 +36,13 @@ Tokens = Mapping[int | str, list[str]]  # sentences of each image, with words se
 
 @dataclass
 class Report:
-    """Result of :func:`evaluate`.
+    """Result of :func:`evaluate`."""
 
-    Attributes:
-        images: Number of scored images.
-        scores: Scores by name, as fractions (CIDEr-D: 0 to 10).
-        left_out: Reasons by the name of scores that could not be computed.
-        tokenizer: ``'PTBTokenizer'``, the standard one, or ``'plain'``.
-        tokenizer_note: Why the plain one was used; otherwise empty.
-    """
-
-    images: int
-    scores: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    tokenizer: str = PTB
-    tokenizer_note: str = ""
+    images: int  # number of scored images
+    scores: dict[str, float] = field(default_factory=dict)  # by name, as fractions (CIDEr-D: 0 to 10)
+    left_out: dict[str, str] = field(default_factory=dict)  # reasons by the name of scores that could not be computed
+    tokenizer: str = PTB  # the standard one, or 'plain'
+    tokenizer_note: str = ""  # why the plain one was used
 
 
 def plain_words(sentence: str) -> str:

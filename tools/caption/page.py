@@ -19,27 +19,16 @@ ASPECT = 4.0  # narrower pictures are stretched: regions are relative to the sid
 
 @dataclass(frozen=True)
 class Explanation:
-    """Content of the drawing; T words, n regions, k attributes.
-
-    Attributes:
-        caption: The whole caption.
-        words: Its T words.
-        boxes: (n, 4), x0, y0, x1, y1, relative to the picture.
-        regions: (T, n), weights that sum to 1; None if no model uses regions.
-        attribute_words: The k attributes.
-        attributes: (T, k), likewise for attributes.
-        visual_share: (T,), visual share of the gate; None without a gate.
-        notes: Small lines below the caption.
-    """
+    """Content of the drawing; T words, n regions, k attributes."""
 
     caption: str
-    words: Sequence[str]
-    boxes: np.ndarray | None = None
-    regions: np.ndarray | None = None
-    attribute_words: Sequence[str] = ()
-    attributes: np.ndarray | None = None
-    visual_share: np.ndarray | None = None
-    notes: Sequence[str] = ()
+    words: Sequence[str]  # T words of the caption
+    boxes: np.ndarray | None = None  # (n, 4), x0, y0, x1, y1, relative to the picture
+    regions: np.ndarray | None = None  # (T, n), weights that sum to 1; None if no model uses regions
+    attribute_words: Sequence[str] = ()  # k words
+    attributes: np.ndarray | None = None  # (T, k), weights likewise
+    visual_share: np.ndarray | None = None  # (T,), visual share of the gate; None without a gate
+    notes: Sequence[str] = ()  # small lines below the caption
 
 
 def grid_of(boxes: np.ndarray) -> tuple[np.ndarray, tuple[int, int]] | None:

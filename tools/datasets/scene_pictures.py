@@ -34,18 +34,13 @@ ATTEMPTS = 8  # to find a place with enough contrast
 
 @dataclass(frozen=True)
 class Ground:
-    """Source of a background.
+    """Source of a background."""
 
-    Attributes:
-        photograph: Its name in :func:`tools.datasets.pasting.photograph`.
-        focus: Centre of the subject, relative to width and height, which crops keep near their middle; None if the
-            subject fills the photograph.
-        share: Range of a crop's side, relative to the photograph's shorter side.
-    """
-
-    photograph: str
+    photograph: str  # its name in :func:`tools.datasets.pasting.photograph`
+    # Centre of the subject, relative to width and height, which crops keep near their middle; None if the subject fills
+    # the photograph.
     focus: tuple[float, float] | None = None
-    share: tuple[float, float] = (0.8, 1.0)
+    share: tuple[float, float] = (0.8, 1.0)  # range of a crop's side, relative to the photograph's shorter side
 
 
 CLOSE = (0.3, 0.9)

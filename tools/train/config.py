@@ -26,96 +26,58 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """Complete configuration of a training.
+    """Complete configuration of a training."""
 
-    Attributes:
-        model: Model name in timm.
-        model_args: Keyword arguments of the model: ``kappa``, ``nu``, ``num_heads``, ``img_size``, ...
-        init_std: Parameter names with the standard deviation of the normal distribution from which they are drawn,
-            instead of the model's own initialisation. TimeSformer's ``time_embed`` starts at 0, for pretrained weights;
-            trained from scratch, ``time_embed`` and ``pos_embed`` need more.
-        init: Weights (safetensors) of a training of this or of another model, from which the parameters of equal names
-            and shapes start; None: from nothing, or as ``model_args`` says.
-        dataset: ``'folder'`` (``train/CLASS/*.png`` and ``val/CLASS/*.png``), ``'clips'`` (``train/CLASS/*.mp4``, or
-            folders of frames ``train/CLASS/CLIP/*.png``, and ``val`` likewise), or one of timm's datasets, such as
-            ``'torch/cifar100'``.
-        frames: Frames of a clip; validation spreads them over the whole clip.
-        frame_sampling: Frames of a training clip: ``'uniform'`` (as in validation), ``'segments'`` (a random one from
-            each of ``frames`` equal parts) or ``'stride'`` (a random stride from a random start).
-        input_size: (H, W) in pixels; None: the model's own.
-        epochs: Passes over the training images.
-        batch_size: Images of one optimizer step, over all processes and accumulated parts.
-        accumulate: Number of parts in which a process computes its share of a step.
-        optimizer: Optimizer name in timm; ``'momentum'`` is SGD without Nesterov's correction.
-        optimizer_args: Further arguments of the optimizer.
-        momentum: Momentum of the optimizer.
-        weight_decay: Weight decay of all parameters except biases, normalisations and position tables.
-        lr: Learning rate for a step of ``lr_batch_size`` images, scaled in proportion for other batch sizes.
-        lr_batch_size: None: ``lr`` is not scaled.
-        offset_lr_scale: Factor of the learning rate of sampling offsets.
-        schedule: ``'cosine'`` to 0, ``'multistep'`` at ``milestones``, or ``'exponential'`` in steps of
-            ``decay_epochs``.
-        warmup: Share of all epochs with a linear warm-up of the learning rate from 0.
-        milestones: Epochs at which ``'multistep'`` multiplies by ``decay_rate``.
-        decay_epochs: Epochs between two steps of ``'exponential'``.
-        decay_rate: Factor of one step.
-        clip_grad: Maximum norm of the gradient; None for no limit.
-        crop: Crop in training: ``'random_resized'``, ``'pad'`` (an eighth of the size on each side, then a random
-            crop), or ``'none'``.
-        scale: Range of the relative area of random resized crops.
-        hflip: Probability of mirroring a training image, or all frames of a clip; 0 if left and right are classes.
-        color_jitter: Strength of random changes of brightness, contrast and saturation.
-        auto_augment: timm's notation, such as ``'rand-m9-mstd0.5'``.
-        erasing: Probability of erasing a rectangle.
-        mixup: Mixup alpha of timm's ``Mixup``.
-        cutmix: CutMix alpha of timm's ``Mixup``.
-        label_smoothing: Share of the target that is spread over all classes.
-        precision: ``'float32'``, or ``'bfloat16'`` or ``'float16'`` by autocast.
-        channels_last: Memory format of images and weights.
-        ema: Decay of averaged weights, which are then evaluated and saved; None for no average.
-        workers: Loading processes of each training process; None: the machine's cores, divided among the training
-            processes. The random augmentation of an image depends on it.
-        seed: Seed of weights, order and augmentation.
-    """
-
-    model: str
-    model_args: dict[str, Any] = field(default_factory=dict)
+    model: str  # timm's name
+    model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments: kappa, nu, num_heads, img_size, ...
+    # Parameter names with the standard deviation of the normal distribution from which they are drawn, instead of the
+    # model's own initialisation. TimeSformer's time_embed starts at 0, for pretrained weights; trained from scratch,
+    # time_embed and pos_embed need more.
     init_std: dict[str, Any] = field(default_factory=dict)
+    # Weights (safetensors) of a training of this or of another model, from which the parameters of equal names and
+    # shapes start; None: from nothing, or as model_args says.
     init: str | None = None
+    # 'folder' (train/CLASS/*.png and val/CLASS/*.png), 'clips' (train/CLASS/*.mp4, or folders of frames
+    # train/CLASS/CLIP/*.png, and val likewise), or one of timm's datasets, such as 'torch/cifar100'.
     dataset: str = "folder"
-    frames: int = 8
+    frames: int = 8  # of a clip; validation spreads them over the whole clip
+    # Frames of a training clip: 'uniform' (as in validation), 'segments' (a random one from each of ``frames`` equal
+    # parts) or 'stride' (a random stride from a random start).
     frame_sampling: str = "uniform"
-    input_size: tuple[int, int] | None = None
-    epochs: int = 100
-    batch_size: int = 256
-    accumulate: int = 1
-    optimizer: str = "momentum"
-    optimizer_args: dict[str, Any] = field(default_factory=dict)
+    input_size: tuple[int, int] | None = None  # (H, W) in pixels; None: the model's own
+    epochs: int = 100  # passes over the training images
+    batch_size: int = 256  # images of one optimizer step, over all processes and accumulated parts
+    accumulate: int = 1  # parts in which a process computes its share of a step
+    optimizer: str = "momentum"  # timm's name; 'momentum' is SGD without Nesterov's correction
+    optimizer_args: dict[str, Any] = field(default_factory=dict)  # further arguments of the optimizer
     momentum: float = 0.9
-    weight_decay: float = 1e-4
-    lr: float = 0.1
-    lr_batch_size: int | None = 256
-    offset_lr_scale: float = 0.1
-    schedule: str = "cosine"
-    warmup: float = 0.05
-    milestones: tuple[int, ...] = ()
-    decay_epochs: float = 1.0
-    decay_rate: float = 0.1
-    clip_grad: float | None = None
+    weight_decay: float = 1e-4  # of all parameters except biases, normalisations and position tables
+    lr: float = 0.1  # for a step of ``lr_batch_size`` images, scaled in proportion for other batch sizes
+    lr_batch_size: int | None = 256  # None: ``lr`` is not scaled
+    offset_lr_scale: float = 0.1  # factor of the learning rate of sampling offsets
+    schedule: str = "cosine"  # to 0, 'multistep' at ``milestones``, or 'exponential' in steps of ``decay_epochs``
+    warmup: float = 0.05  # share of all epochs with a linear warm-up of the learning rate from 0
+    milestones: tuple[int, ...] = ()  # epochs at which 'multistep' multiplies by ``decay_rate``
+    decay_epochs: float = 1.0  # between two steps of 'exponential'
+    decay_rate: float = 0.1  # factor of one step
+    clip_grad: float | None = None  # maximum norm of the gradient; None for no limit
+    # Crop in training: 'random_resized', 'pad' (an eighth of the size on each side, then a random crop), or 'none'.
     crop: str = "random_resized"
-    scale: tuple[float, float] = (0.08, 1.0)
-    hflip: float = 0.5
-    color_jitter: float = 0.0
-    auto_augment: str | None = None
-    erasing: float = 0.0
-    mixup: float = 0.0
-    cutmix: float = 0.0
-    label_smoothing: float = 0.0
-    precision: str = "float32"
-    channels_last: bool = False
-    ema: float | None = None
+    scale: tuple[float, float] = (0.08, 1.0)  # range of the relative area of random resized crops
+    hflip: float = 0.5  # probability of mirroring a training image or clip; 0 if left and right are classes
+    color_jitter: float = 0.0  # strength of random changes of brightness, contrast and saturation
+    auto_augment: str | None = None  # timm's notation, such as 'rand-m9-mstd0.5'
+    erasing: float = 0.0  # probability of erasing a rectangle
+    mixup: float = 0.0  # alpha of timm's Mixup
+    cutmix: float = 0.0  # its alpha of CutMix
+    label_smoothing: float = 0.0  # share of the target that is spread over all classes
+    precision: str = "float32"  # or 'bfloat16' or 'float16' by autocast
+    channels_last: bool = False  # memory format of images and weights
+    ema: float | None = None  # decay of averaged weights, which are then evaluated and saved; None for no average
+    # Loading processes of each training process; None: the machine's cores, divided among the training processes. The
+    # random augmentation of an image depends on it.
     workers: int | None = None
-    seed: int = 0
+    seed: int = 0  # of weights, order and augmentation
 
     def __post_init__(self) -> None:
         for name in ("input_size", "milestones", "scale"):

@@ -26,23 +26,14 @@ FIXED = (
 
 @dataclass
 class Settings:
-    """Settings of a training from beginning to end.
+    """Settings of a training from beginning to end."""
 
-    Attributes:
-        config: Configuration in use.
-        asked: Configuration as requested; its batch size may exceed the number of images.
-        file: CONFIG's own keys and values when the training began; None without CONFIG.
-        classes: Names of the classes.
-        images: Number of training images.
-        left_out: The broken images that ``--skip-broken`` found; None if it was not given.
-    """
-
-    config: Config
-    asked: Config
-    file: dict[str, Any] | None = None
+    config: Config  # in use
+    asked: Config  # as requested; its batch size may exceed the number of images
+    file: dict[str, Any] | None = None  # CONFIG's own keys and values when the training began; None without CONFIG
     classes: list[str] | None = None
-    images: int | None = None
-    left_out: list[str] | None = None
+    images: int | None = None  # number of training images
+    left_out: list[str] | None = None  # the broken images that --skip-broken found; None if it was not given
 
     def to_json(self) -> str:
         """Return the settings as JSON, for the state file."""
@@ -51,21 +42,13 @@ class Settings:
 
 @dataclass
 class State:
-    """A training after a whole epoch.
-
-    Attributes:
-        settings: See :class:`Settings`.
-        epoch: Number of finished epochs.
-        best: The best accuracy so far.
-        rows: Rows of the log.
-        parts: The states of model, averaged model, optimizer and scaler, as read from the file.
-    """
+    """A training after a whole epoch."""
 
     settings: Settings
-    epoch: int
-    best: float
-    rows: list[dict]
-    parts: dict[str, Any] = field(default_factory=dict)
+    epoch: int  # number of finished epochs
+    best: float  # accuracy so far
+    rows: list[dict]  # of the log
+    parts: dict[str, Any] = field(default_factory=dict)  # states of model, averaged model, optimizer and scaler
 
     def restore(self, parts: Mapping[str, Any], file: Path) -> None:
         """Restore the states of ``parts``; raise a ConfigError if a state does not fit."""
