@@ -94,7 +94,7 @@ def test_command_line(tmp_path, capsys):
         tool.main([str(tmp_path / "set"), "--train", "3", "--val", "1"])
     assert stop.value.code == 2
     assert "another recipe" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="train must be at least 1 image, got 0"):
+    with pytest.raises(ValueError, match="train must be at least 1, got 0"):
         tool.Recipe(train=0)
 
 

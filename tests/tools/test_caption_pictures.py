@@ -196,11 +196,6 @@ def of_other_task(data: Path, tmp_path: Path) -> list:
     return ["--path", tmp_path / "other.pt"]
 
 
-def of_other_file(data: Path, tmp_path: Path) -> list:
-    torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
-    return ["--path", tmp_path / "other.pt"]
-
-
 def of_other_regions(data: Path, tmp_path: Path, width: int | None = None, **changes: Any) -> list:
     """Return a data folder with features of another width, and a recipe with other options or, without any, none."""
     folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
@@ -237,7 +232,6 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
     ("options", "message"),
     [
         (of_other_task, r"--path: .*other\.pt is of the task translation, not captioning"),
-        (of_other_file, r"--path: .*other\.pt cannot be read as a fairseq checkpoint"),
         (["--path", "nowhere.pt"], r"--path: nowhere\.pt does not exist"),
         (["--path", __file__], r"test_caption_pictures\.py cannot be read as a fairseq checkpoint"),
         (of_other_regions, r"regions\.npz has no recipe.*caption extract --overwrite writes it"),

@@ -262,8 +262,8 @@ def test_command_line(tmp_path, capsys):
     for arguments, message in (
         ([str(tmp_path), *counts], "exists already; remove it"),
         ([str(tmp_path / "set"), *counts, "--seed", "1"], "holds a set of another recipe"),
-        ([str(tmp_path / "new"), "--val", "0"], "val must be at least 1 image, got 0"),
-        ([str(tmp_path / "new"), "--size", "32"], "size must be at least 64 pixels, got 32"),
+        ([str(tmp_path / "new"), "--val", "0"], "val must be at least 1, got 0"),
+        ([str(tmp_path / "new"), "--size", "32"], "size must be at least 64, got 32"),
         ([str(tmp_path / "new"), "--captions", "1"], "captions must be 2 to 10 a picture, got 1"),
     ):
         with pytest.raises(SystemExit) as stop:

@@ -270,15 +270,10 @@ def add_twice(annotation):
         (add_twice, r"9.txt and 2.txt both hold the landmarks of 2_1"),
         (edited(lambda lines: lines[1:]), r"2.txt, line 1: expected the name of a face, such as .*, got '\d"),
         (edited(lambda lines: lines[:-1]), r"2.txt has 193 points of 2_1, expected 194"),
-        (edited(lambda lines: [*lines, "1 , 2"]), r"2.txt has 195 points of 2_1, expected 194"),
         (edited(lambda lines: [*lines[:7], "12.5 13.5", *lines[8:]]), r"2.txt, line 8: expected one .*'12.5 13.5'"),
         (edited(lambda lines: [*lines[:7], "nan , 13.5", *lines[8:]]), r"2.txt, line 8: expected one like"),
         (edited(lambda lines: [*lines[:7], "1e999 , 13.5", *lines[8:]]), r"points of 2_1 must be finite"),
         (edited(lambda lines: [lines[0], *["5 , 5"] * 194]), r"points of 2_1 must be finite and not in one row or"),
-        (
-            edited(lambda lines: [lines[0], *["-9 , 3", "-8 , 4"] * 97]),
-            r"0 of the 194 landmarks of 2_1 are on its face",
-        ),
         (
             edited(lambda lines: [lines[0], *lines[45:125], *["-9 , 3", "-8 , 4"] * 57]),
             r"80 of the 194 landmarks of 2_1 are on its face",

@@ -243,9 +243,9 @@ def test_refusals(tmp_path, capsys):
     [
         (["--valid", "0"], "--valid must be between 0 and 0.5, got 0.0"),
         (["--test", "0.5"], "--test must be between 0 and 0.5, got 0.5"),
-        (["--bpe", "0"], "--bpe must be at least 1, got 0"),
-        (["--longest", "-1"], "--longest must be at least 1, got -1"),
-        (["--shortest", "0"], "--shortest must be at least 1, got 0"),
+        (["--bpe", "0"], "bpe must be at least 1, got 0"),
+        (["--longest", "-1"], "longest must be at least 1, got -1"),
+        (["--shortest", "0"], "shortest must be at least 1, got 0"),
         (["--shortest", "81"], "--shortest must be at most --longest, 80, got 81"),
         (["--coverage", "0.5"], "--coverage must be between 0.98 and 1, got 0.5"),
         (["--coverage", "1.5"], "--coverage must be between 0.98 and 1, got 1.5"),

@@ -131,7 +131,6 @@ def test_weights_that_do_not_fit_are_refused(pair, tmp_path):
         ("test_resnet", None, None, "fc7: the backbone must be a VGG of timm, such as vgg16, got test_resnet"),
         ("tiny_vgg_of_tests", (48, 64), None, "at least 49 x 49 pixels, 7 x 7 cells for fc6, got 48 x 64"),
         ("tiny_vgg_of_tests", (64, 64), 16, "cannot be built with .*'output_stride': 16"),
-        ("vgg61", None, None, "must be a model of timm, got 'vgg61': did you mean vgg1"),
     ],
 )
 def test_bad_arguments(name, size, stride, message):

@@ -40,25 +40,22 @@ from tools.datasets.scene_pictures import Painter
 
 PARTS = ("train", "val", "test")
 SHARES = (0.6, 0.2, 0.2)  # of the handwritten digits
-SMALLEST = 64  # pixels: objects in smaller pictures are too small to recognise
 
 
 @dataclass(frozen=True)
 class Recipe(BaseRecipe):
     """Parameters of the set: pictures of each part, side in pixels, captions per picture."""
 
-    train: int = option(400, "images")
-    val: int = option(100, "images")
-    test: int = option(100, "images")
-    size: int = option(128, "side in pixels")
+    train: int = option(400, "images", 1)
+    val: int = option(100, "images", 1)
+    test: int = option(100, "images", 1)
+    size: int = option(128, "side in pixels", 64)  # objects in smaller pictures are too small to recognise
     captions: int = option(5, "per image")
     seed: int = option(0, "of all random numbers")
     version: int = 2
 
     def __post_init__(self) -> None:
-        for name, least, unit in [*((part, 1, " image") for part in PARTS), ("size", SMALLEST, " pixels")]:
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}{unit}, got {getattr(self, name)}")
+        super().__post_init__()
         if not 2 <= self.captions <= 10:
             raise ValueError(f"captions must be 2 to 10 a picture, got {self.captions}")
 

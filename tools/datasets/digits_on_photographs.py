@@ -57,8 +57,8 @@ PHOTOGRAPHS = (
 class Recipe(BaseRecipe):
     """Parameters of the set; without ``sides`` and ``turn``, ``DIGIT_SIDE`` and ``pasting.TURN`` hold."""
 
-    train: int = option(400, "training images")
-    val: int = option(100, "validation images")
+    train: int = option(400, "training images", 1)
+    val: int = option(100, "validation images", 1)
     seed: int = option(0, "of all random numbers")
     version: int = 1
     sides: tuple[int, int] | None = option(
@@ -67,9 +67,7 @@ class Recipe(BaseRecipe):
     turn: float | None = option(None, "maximum rotation of digits, either way", type=float, metavar="DEGREES")
 
     def __post_init__(self) -> None:
-        for name in ("train", "val"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1 image, got {getattr(self, name)}")
+        super().__post_init__()
         if self.sides is not None and not 10 <= self.sides[0] <= self.sides[1] <= LARGEST:
             raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
         if self.turn is not None and not 0 <= self.turn <= 180:

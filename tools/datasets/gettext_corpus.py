@@ -63,22 +63,20 @@ class Recipe(BaseRecipe):
     """Options of the corpus."""
 
     language: str = option("de", "target language")
-    bpe: int | None = option(None, "also write the corpus in N byte-pair pieces", type=int, metavar="N")
+    bpe: int | None = option(None, "also write the corpus in N byte-pair pieces", 1, type=int, metavar="N")
     valid: float = option(0.05, "share of the sources")
     test: float = option(0.05, "share of the sources")
-    longest: int = option(80, "most words of a pair's longer side", metavar="WORDS")
-    shortest: int = option(1, "fewest words of a pair's English side", metavar="WORDS")
+    longest: int = option(80, "most words of a pair's longer side", 1, metavar="WORDS")
+    shortest: int = option(1, "fewest words of a pair's English side", 1, metavar="WORDS")
     coverage: float = option(1.0, "share of the characters that pieces consist of", metavar="SHARE")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("valid", "test"):
             if not 0 < getattr(self, name) < 0.5:
                 raise ValueError(f"--{name} must be between 0 and 0.5, got {getattr(self, name)}")
         if not 0.98 <= self.coverage <= 1:
             raise ValueError(f"--coverage must be between 0.98 and 1, got {self.coverage}")
-        for name in ("longest", "shortest", "bpe"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name} must be at least 1, got {value}")
         if self.shortest > self.longest:
             raise ValueError(f"--shortest must be at most --longest, {self.longest}, got {self.shortest}")
         if not re.fullmatch(r"[A-Za-z]{2,}([_@-][A-Za-z0-9]+)*", self.language) or canonical(self.language) == "en":

@@ -58,9 +58,9 @@ RANGE = dict(type=float, nargs=2, metavar=("LEAST", "GREATEST"))
 class Recipe(BaseRecipe):
     """Parameters of the set; MPEG-4 requires an even height and width."""
 
-    train: int = option(8000, "training clips, of all classes in turn")
-    val: int = option(400, "validation clips")
-    frames: int = option(4, "frames of a clip")
+    train: int = option(8000, "training clips, of all classes in turn", 1)
+    val: int = option(400, "validation clips", 1)
+    frames: int = option(4, "frames of a clip", 2)
     height: int = option(32, "in pixels")
     width: int = option(32, "in pixels")
     directions: int = option(4, "4, or 2: left and right")
@@ -71,9 +71,7 @@ class Recipe(BaseRecipe):
     version: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (("train", 1), ("val", 1), ("frames", 2)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        super().__post_init__()
         for name in ("height", "width"):
             if getattr(self, name) < SMALLEST or getattr(self, name) % 2:
                 raise ValueError(f"{name} must be even and at least {SMALLEST} pixels, got {getattr(self, name)}")

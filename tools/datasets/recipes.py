@@ -22,15 +22,22 @@ Show = Callable[[str], None]  # prints progress
 class BaseRecipe:
     """Parameters that determine a set, byte for byte."""
 
+    def __post_init__(self) -> None:
+        for own in fields(self):
+            value, least = getattr(self, own.name), own.metadata.get("least")
+            if None not in (value, least) and value < least:
+                raise ValueError(f"{own.name} must be at least {least}, got {value}")
+
     def stamp(self) -> dict[str, Any]:
         """Return the content of ``recipe.json``, without parameters that are None."""
         return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
 
 
-def option(default: Any, text: str, **more: Any) -> Any:
+def option(default: Any, text: str, least: int | None = None, **more: Any) -> Any:
     """Return a field that the command line sets by ``--NAME``; ``more`` are further arguments of argparse."""
     shown = text if default is None else f"{text}, default %(default)s"
-    return field(default=default, metadata={"default": default, "type": type(default), "help": shown, **more})
+    given = {"default": default, "type": type(default), "help": shown, **more}
+    return field(default=default, metadata=dict(least=least, argparse=given))
 
 
 def build_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -43,7 +50,7 @@ def add_options(parser: argparse.ArgumentParser, recipe: type[BaseRecipe]) -> No
     """Add the fields of a recipe by :func:`option`."""
     for own in fields(recipe):
         if own.metadata:
-            parser.add_argument(f"--{own.name}", **own.metadata)
+            parser.add_argument(f"--{own.name}", **own.metadata["argparse"])
 
 
 def show_progress(line: str) -> None:
