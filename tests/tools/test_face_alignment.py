@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -260,10 +261,7 @@ def add_twice(annotation):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (
-            lambda annotation: [file.unlink() for file in annotation.iterdir()],
-            r"annotation has no \*.txt; name the fol",
-        ),
+        (shutil.rmtree, r"annotation has no \*.txt; name the fol"),
         (lambda annotation: (annotation / "4.txt").unlink(), r"annotation lacks 1 of 5 faces, such as 4_1"),
         (lambda annotation: (annotation / "4.txt").write_text(""), r"4.txt, line 1: expected the name of a face, .*''"),
         (lambda annotation: (annotation / "4.txt").write_bytes(b"\xff\xfe1"), r"4.txt cannot be read as text"),

@@ -68,7 +68,7 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder next to ``folder``, which it becomes afterwards, or is removed after an error.
+    """Yield a new folder next to ``folder``; then rename it to ``folder``, or remove it after an error.
 
     Raises:
         ValueError: ``folder`` is a file or holds something.
