@@ -33,14 +33,10 @@ def load(folder, name):
 
 NUMBERS = dict(a=1, an=1, two=2, three=3, four=4, five=5, six=6)
 KIND = {name: (kind, n) for kind, names in NOUNS.items() for pair in names for n, name in enumerate(pair)}
-ABOVE, BELOW, LEFT, RIGHT = "above over", "below under beneath", "left of|to the left of", "right of|to the right of"
 RELATIONS = {
-    **dict.fromkeys(ABOVE.split(), "above"),
-    **dict.fromkeys(BELOW.split(), "below"),
-    **dict.fromkeys(LEFT.split("|"), "left"),
-    **dict.fromkeys(RIGHT.split("|"), "right"),
-    **dict.fromkeys(["next to", "beside"], "near"),
-}
+    "above": "above", "over": "above", "below": "below", "under": "below", "beneath": "below", "left of": "left",
+    "to the left of": "left", "right of": "right", "to the right of": "right", "next to": "near", "beside": "near",
+}  # fmt: skip
 CORNER, SIDE = "in the (?:top|bottom) (?:left|right) corner", "at the (?:top|bottom)|on the (?:left|right)"
 PLACE = f"in the middle|in the centre|{CORNER}|{SIDE}"
 

@@ -59,15 +59,8 @@ class _Computed(RegionFeatures):
 class Captioner:
     """One checkpoint, or several whose word probabilities are averaged (late fusion, the thesis' ETA_fuse).
 
-    Args:
-        paths: The checkpoints.
-        data: The data folder; None: folder and files of the first checkpoint's training.
-        detector: Checkpoint of the attribute detector; None for models of regions alone.
-        beam: Width of the beam.
-        max_len: Maximum number of words in a caption.
-        lenpen: Above 1 for longer captions, below 1 for shorter ones.
-        region_checkpoint: Weights of the region extractor, in place of those in the recipe.
-        region_config: Config of mmdet, likewise.
+    The arguments are options of ``tools.caption caption``. Without ``data``, folder and files are those of the first
+    checkpoint's training; models of regions alone need no ``detector``.
 
     Raises:
         ValueError: a checkpoint, its data folder, or the recipe of regions is unsuitable, or they do not match.

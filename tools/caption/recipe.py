@@ -98,12 +98,8 @@ def sha256_of(path: Path) -> str:
 class RecordedExtractor:
     """Extractor that repeats the recipe of a features file for any picture.
 
-    A detector's regions may differ in the last digits from the file's, which were computed in batches.
-
-    Args:
-        features: A file that ``extract`` wrote.
-        checkpoint: Weights in place of those in the recipe; their content is not checked.
-        config: Config of mmdet, likewise.
+    A detector's regions may differ in the last digits from the file's, which were computed in batches. ``checkpoint``
+    and ``config`` (of mmdet) take the place of the recipe's; their content is not checked.
 
     Raises:
         ValueError: the file has no recipe, one of its files is missing or changed, or no extractor can be built by it.

@@ -33,14 +33,12 @@ PLACES = {
 class WordAttention:
     """Attention of one model for one caption.
 
-    Attributes:
-        weights: ``regions`` and ``regions_injection`` (L, M, T, Sv), ``attributes`` and ``attributes_injection``
-            (L, M, T, Ss), as far as the model has them.
-        visual_share: (L, T), the gate's mean over channels; None without a gate.
+    ``weights`` are ``regions`` and ``regions_injection`` (L, M, T, Sv), ``attributes`` and ``attributes_injection``
+    (L, M, T, Ss), as far as the model has them.
     """
 
     weights: Mapping[str, Tensor]
-    visual_share: Tensor | None
+    visual_share: Tensor | None  # (L, T), the gate's mean over channels; None without a gate
 
 
 @torch.inference_mode()
