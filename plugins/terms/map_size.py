@@ -14,6 +14,7 @@ def check_size(name: str, size: Sequence[int]) -> tuple[int, int]:
         ValueError: ``size`` is not two ints of at least 1, rows and columns.
     """
     numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()
-    if len(numbers) != 2 or not all(isinstance(n, (int, torch.SymInt)) and n >= 1 for n in numbers):
+    kinds = (int, torch.SymInt, torch.Tensor) if torch.jit.is_tracing() else (int, torch.SymInt)  # sizes are traced
+    if len(numbers) != 2 or not all(isinstance(n, kinds) and n >= 1 for n in numbers):
         raise ValueError(f"{name} must be two ints, rows and columns, each at least 1, got {size!r}")
     return numbers[0], numbers[1]

@@ -111,6 +111,19 @@ def test_other_sizes(name):
     torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_trace_serves_other_sizes(name, grad):
+    """Traced at a size of whole windows, and run at one that is padded."""
+    model = build(name, strict_img_size=False).eval()
+    ours = copy.deepcopy(model)
+    accelerate(ours)
+    with torch.set_grad_enabled(grad):
+        traced = torch.jit.trace(ours, torch.randn(1, 3, 64, 64).double(), check_trace=False)
+    x = torch.randn(2, 3, 52, 68).double()
+    torch.testing.assert_close(traced(x), model(x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("size", [(4, 6), (3, 7), (5, 2)])
 def test_sams_tables_are_interpolated(size):
     torch.manual_seed(0)

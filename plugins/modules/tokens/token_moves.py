@@ -23,9 +23,14 @@ def reorder(tokens: Tensor, order: Tensor, back: Tensor | None = None) -> Tensor
     Returns:
         (R, C), contiguous.
     """
-    if not (torch.is_grad_enabled() and tokens.requires_grad):
+    if not _differentiates(tokens):
         return tokens.index_select(0, order)
     return _Reorder.apply(tokens, order, inverse(order) if back is None else back)
+
+
+def _differentiates(x: Tensor) -> bool:
+    """Return whether a function of this file's own computes the gradient; ``torch.jit.trace`` cannot record one."""
+    return torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing()
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -59,7 +64,7 @@ def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list
     Returns:
         Three views (size, M, N, d) for each group.
     """
-    if torch.is_grad_enabled() and projected.requires_grad:
+    if _differentiates(projected):
         views = _SplitHeads.apply(projected, list(sizes), num_heads)
     else:
         views = _views(projected, sizes, num_heads)

@@ -50,11 +50,12 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
     h, w = window
     nH, nW = (H + h - 1) // h, (W + w - 1) // w
     below, right = nH * h - H, nW * w - W
-    if below or right:
+    padded = bool(below or right) or torch.jit.is_tracing()  # a traced layer may need padding for another size
+    if padded:
         # Roll before padding, as timm does; without padding, the order of tokens includes the roll.
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
-    rolled = (0, 0) if below or right else shift
+    rolled = (0, 0) if padded else shift
     at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout
     sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
     tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
@@ -63,13 +64,13 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         segments = shifted_window_segments((nH, nW), window, shift, x.device)
         attended = [cast(TableAttention, attend).in_segments(*heads[0], segments)]
     else:
-        masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype)
+        masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype) if any(shift) else [None]
         groups = zip(heads, masks, tokens.split(sizes))
         attended = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
     attended = [each.transpose(1, 2).flatten(2) for each in attended]
     width = attended[0].shape[2]
     joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
-    if below or right:
+    if padded:
         joined = joined[:, :H, :W]
         return joined.roll(shift, (1, 2)) if any(shift) else joined
     return joined
