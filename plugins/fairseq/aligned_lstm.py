@@ -143,12 +143,11 @@ class AlignmentContext(nn.Module):
         """Project the source (S, B, C) to keys (S, B, ·); scores without a projection return ``source`` itself."""
         return self.attention.project_keys(source)
 
-    def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Attend from s (B, C_s) to h (S, B, C_h) with padding (S, B); returns c_t (B, C_h) and α_t (S, B)."""
+    def forward(self, state: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Attend from s (B, C_s) to h (S, B, C_h) with a mask (S, B); returns c_t (B, C_h) and α_t (S, B)."""
         keys = self.project_keys(source) if self.keys is None else self.keys
-        context, alignment = self.attention(
-            state.unsqueeze(1), source.transpose(0, 1), None if padding is None else padding.t(), keys.transpose(0, 1)
-        )
+        mask = None if key_padding_mask is None else key_padding_mask.t()
+        context, alignment = self.attention(state.unsqueeze(1), source.transpose(0, 1), mask, keys.transpose(0, 1))
         return context.squeeze(1), alignment.squeeze(1).t()
 
 
@@ -161,9 +160,9 @@ class AlignmentLayer(AlignmentContext):
         super().__init__(score, query_channels, source_channels, hidden_channels)
         self.output = Linear(source_channels + query_channels, query_channels, bias=False)
 
-    def forward(self, state: Tensor, source: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Map s_t (B, C_s), h (S, B, C_h) and padding (S, B) to a_t (B, C_s) and α_t (S, B)."""
-        context, alignment = super().forward(state, source, padding)
+    def forward(self, state: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Map s_t (B, C_s), h (S, B, C_h) and a mask (S, B) to a_t (B, C_s) and α_t (S, B)."""
+        context, alignment = super().forward(state, source, key_padding_mask)
         return torch.tanh(self.output(torch.cat([context, state], 1))), alignment
 
 
@@ -224,7 +223,7 @@ class BahdanauLSTMDecoder(AlignedLSTMDecoder):
         self, prev_output_tokens: Tensor, encoder_out: tuple[Tensor, ...], incremental_state: IncrementalState | None
     ) -> tuple[Tensor, Tensor | None]:
         """Run the steps one by one, because c_t needs s_{t-1}."""
-        source, _, _, padding = encoder_out
+        source, _, _, key_padding_mask = encoder_out
         if incremental_state:
             prev_output_tokens = prev_output_tokens[:, -1:]
             hiddens, cells, _ = self.get_cached_state(incremental_state)
@@ -232,7 +231,7 @@ class BahdanauLSTMDecoder(AlignedLSTMDecoder):
             hiddens, cells = self._first_states(encoder_out)
         features, alignments = [], []
         for word in self.dropout_in_module(self.embed_tokens(prev_output_tokens)).unbind(1):
-            context, alignment = self.attention(hiddens[-1], source, padding)
+            context, alignment = self.attention(hiddens[-1], source, key_padding_mask)
             x = torch.cat([word, context], 1)
             for i, cell in enumerate(self.layers):
                 hiddens[i], cells[i] = cell(x, (hiddens[i], cells[i]))

@@ -25,7 +25,6 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from ..terms.attention_type import parse_attention_type
 from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
 from .spatial_transformer_options import SpatialTransformerConfig, checked
 
@@ -165,10 +164,7 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
             ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
-        if (
-            getattr(getattr(task, "cfg", None), "left_pad_target", False)
-            and parse_attention_type(cfg.cross_attention).relative
-        ):
+        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and cfg.cross_terms.relative:
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
                 f"{cfg.cross_attention}: they count target positions from the left"

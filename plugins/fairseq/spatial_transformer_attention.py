@@ -23,7 +23,6 @@ from ..modules import (
     RelativeSelfAttention,
     SequenceCache,
 )
-from ..terms.attention_type import parse_attention_type
 
 IncrementalState = dict[str, dict[str, Any]]
 
@@ -137,7 +136,7 @@ class SpatialEncoderAttention(_CachedAttention):
             cfg.cross_attention,
             dropout=cfg.attention_dropout,
             scale=self.head_dim**-0.5,
-            query_key_bias=_query_key_bias(cfg, cfg.cross_attention),
+            query_key_bias=cfg.query_key_bias and cfg.cross_terms.content,
             kdim=cfg.encoder.embed_dim,
         )
         _add_noise(self, cfg)
@@ -221,12 +220,8 @@ def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, 
         causal,
         cfg.attention_dropout,
         scale=(part.embed_dim // part.attention_heads) ** -0.5,
-        query_key_bias=_query_key_bias(cfg, part.attention),
+        query_key_bias=cfg.query_key_bias and part.terms.content,
     )
-
-
-def _query_key_bias(cfg: TransformerConfig, attention_type: str) -> bool:
-    return cfg.query_key_bias and parse_attention_type(attention_type).content
 
 
 def _deformable(cfg: TransformerConfig, channels: int, causal: bool) -> nn.Module:

@@ -15,12 +15,13 @@ from fairseq.models.transformer_lm import TransformerLanguageModelConfig
 from omegaconf import OmegaConf
 
 from ..modules.sequences.bilateral_1d import SequenceSmoothing
-from ..terms.attention_type import is_attention_type, parse_attention_type
+from ..terms.attention_type import AttentionTerms, parse_attention_type
 from ..terms.nonlocal_position import Outside
 
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
 SIZES = {"embed_dim": 512, "ffn_embed_dim": 2048, "attention_heads": 8, "layers": 6}
+OTHER_KINDS = ("dynamic", "bilateral", "shaw", "none")  # of self-attention, beside four bits
 KINDS = "four bits (ε1 to ε4, such as 0110), shaw, dynamic, bilateral or none"
 SHAW_VECTORS = ("keys_and_values", "keys")
 
@@ -151,6 +152,9 @@ SpatialTransformerLMConfig = make_dataclass(
 def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "decoder")) -> Namespace:
     """Check the options, derive those that depend on others, and expand kernel sizes to one per layer.
 
+    The result also has ``encoder_terms``, ``decoder_terms`` and ``cross_terms``, the :class:`.AttentionTerms` of four
+    bits, or None for another kind of attention.
+
     Args:
         options: A dataclass, a ``DictConfig`` or a ``Namespace``; missing options get their defaults.
         defaults: The dataclass.
@@ -182,15 +186,24 @@ def _default(args: Namespace, name: str, value: Any) -> None:
         setattr(args, name, value)
 
 
+def _terms(attention: Any) -> Optional[AttentionTerms]:
+    """Return the terms of four bits; None for anything else."""
+    try:
+        return parse_attention_type(attention)
+    except ValueError:
+        return None
+
+
 def _check_side(args: Namespace, side: str) -> None:
-    """Check the options of one side, and resolve its kernel sizes and positions."""
+    """Check the options of one side, and resolve its terms, kernel sizes and positions."""
     kind = getattr(args, f"{side}_attention")
-    if not is_attention_type(kind) and kind not in ("dynamic", "bilateral", "shaw", "none"):
+    terms = _terms(kind)
+    if terms is None and kind not in OTHER_KINDS:
         raise ValueError(f"--{side}-attention must be {KINDS} (in YAML the bits in quotes), got {kind!r}")
     if getattr(args, f"{side}_xformers_att_config") is not None:
         raise ValueError(f"--{side}-xformers-att-config is not supported: --{side}-attention chooses the attention")
-    sizes = _kernel_sizes(args, side, kind)
-    setattr(args, f"{side}_kernel_sizes", sizes)
+    setattr(args, f"{side}_terms", terms)
+    setattr(args, f"{side}_kernel_sizes", _kernel_sizes(args, side, kind))
     positions = str(getattr(args, f"{side}_positions"))
     if positions not in POSITIONS:
         raise ValueError(f"--{side}-positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
@@ -198,11 +211,7 @@ def _check_side(args: Namespace, side: str) -> None:
         # Zhu et al. (2019), section 4.1, replace absolute positions by relative ones; the thesis' section 3.6 changes
         # only the self-attention of a Transformer with absolute ones. Shaw et al. (2018) found no benefit in
         # combining both.
-        relative = (
-            args.deformable
-            or kind in ("dynamic", "shaw")
-            or (is_attention_type(kind) and parse_attention_type(kind).relative)
-        )
+        relative = args.deformable or kind in ("dynamic", "shaw") or (terms is not None and terms.relative)
         positions = "none" if relative and kind != "bilateral" else "absolute"
     elif positions == "absolute" and args.no_token_positional_embeddings:
         raise ValueError(f"--no-token-positional-embeddings contradicts --{side}-positions absolute")
@@ -239,10 +248,11 @@ def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
 
 def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
     kinds = [getattr(args, f"{side}_attention") for side in sides]
+    terms = [getattr(args, f"{side}_terms") for side in sides]
     n = args.attention_range
     if n != -1 and (n < 1 or n % 2 == 0):
         raise ValueError(f"--attention-range must be -1 (all keys) or a positive odd number, got {n}")
-    if n != -1 and not any(map(is_attention_type, kinds)):
+    if n != -1 and terms == [None] * len(terms):
         raise ValueError(
             f"--attention-range applies to self-attention by four bits, got {n} with {' and '.join(kinds)}"
         )
@@ -253,12 +263,14 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
         raise ValueError(f"--shaw-vectors must be one of {', '.join(SHAW_VECTORS)}, got {args.shaw_vectors!r}")
     if not args.offset_lr_scale > 0:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
-    kinds += [args.cross_attention] if "encoder" in sides else []
-    if args.query_key_bias and not any(is_attention_type(kind) and kind.startswith("1") for kind in kinds):
+    if "encoder" in sides:
+        args.cross_terms = _terms(args.cross_attention)
+        kinds, terms = [*kinds, args.cross_attention], [*terms, args.cross_terms]
+    if args.query_key_bias and not any(part is not None and part.content for part in terms):
         raise ValueError(f"--query-key-bias needs attention whose first bit is set, got {', '.join(kinds)}")
     if "encoder" not in sides:
         return
-    if not is_attention_type(args.cross_attention):
+    if args.cross_terms is None:
         raise ValueError(
             f"--cross-attention must be four bits, got {args.cross_attention!r}: the others identify keys by their "
             "distance in the query's sequence; for a decoder without cross-attention use --no-cross-attention"

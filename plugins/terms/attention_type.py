@@ -36,17 +36,12 @@ class AttentionTerms(NamedTuple):
         return self.content or self.saliency
 
 
-def is_attention_type(attention_type: object) -> bool:
-    """Return whether ``attention_type`` is a string of four bits."""
-    return isinstance(attention_type, str) and len(attention_type) == 4 and not set(attention_type) - {"0", "1"}
-
-
 def parse_attention_type(attention_type: str) -> AttentionTerms:
     """Parse four bits, ε1 to ε4: ``'0110'`` is ``AttentionTerms(False, True, True, False)``.
 
     Raises:
         ValueError: ``attention_type`` is anything else.
     """
-    if not is_attention_type(attention_type):
+    if not isinstance(attention_type, str) or len(attention_type) != 4 or set(attention_type) - {"0", "1"}:
         raise ValueError(f"attention_type must be a string of four bits such as '1111', got {attention_type!r}")
     return AttentionTerms(*(bit == "1" for bit in attention_type))
