@@ -1,4 +1,4 @@
-"""Shared parts of the captioners of the task ``captioning``: embeddings, checks, encoder interface and base model.
+"""Shared parts of the captioners of the task ``captioning``: options, embeddings and base classes.
 
 Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, V words of the dictionary.
 """
@@ -6,29 +6,78 @@ Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, 
 # ruff: noqa: UP045  fairseq reads the types of the fields
 import math
 from argparse import Namespace
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional
 
 import torch
-from fairseq.models import FairseqEncoder, FairseqEncoderDecoderModel
+from fairseq.dataclass import FairseqDataclass
+from fairseq.models import FairseqEncoder, FairseqEncoderDecoderModel, FairseqIncrementalDecoder
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from ..modules.captioning.entangled_attention import Modality
+from ..modules.common.sequence_cache import reordered
 
 EncoderOut = dict[str, list[Tensor]]
-MODALITIES = ("visual", "semantic")
+SEEN = {"visual": "regions", "semantic": "attributes"}  # names of the returned weights, by modality
+
+
+@dataclass
+class CaptionerConfig(FairseqDataclass):
+    """Options of every captioner."""
+
+    # None leaves a size to the architecture, also in hydra.
+    embed_dim: Optional[int] = field(default=None, metadata={"help": "channels of words (base: 512)"})
+    dropout: float = field(default=0.1, metadata={"help": "dropout of words and of layer outputs"})
+    share_decoder_input_output_embed: bool = field(
+        default=False, metadata={"help": "use the word embeddings as the weights of the classifier"}
+    )
+    max_target_positions: int = field(default=256, metadata={"help": "maximum words of a caption, including its end"})
 
 
 class CaptionerModel(FairseqEncoderDecoderModel):
     """Base model of captioners that read regions, attributes or both.
 
     Attributes:
+        encoder_type: Class of the encoder, created from the options, the dictionary, the embeddings and the number of
+            region channels, which is None without regions.
+        decoder_type: Class of the decoder, created from the same.
+        defaults: Default values of all options.
         regions_path: Path of the region features that the model was built for.
         region_weight: Name of a parameter whose second axis is the regions' channels.
     """
 
+    encoder_type: ClassVar[Any]
+    decoder_type: ClassVar[Any]
+    defaults: ClassVar[dict[str, Any]]
     regions_path: Any = None
     region_weight = "encoder.projection.weight"
+
+    @classmethod
+    def build_model(cls, cfg: Any, task: Any) -> "CaptionerModel":
+        """Build the model for the task's dictionary and region features.
+
+        Raises:
+            ValueError: The options are inconsistent or do not fit the task.
+        """
+        cfg = complete(cfg, cls.defaults)
+        cls.check_task(cfg, task)
+        dictionary, regions = task.target_dictionary, getattr(task, "regions", None)
+        parts = dictionary, word_embeddings(dictionary, cfg.embed_dim), None if regions is None else regions.feature_dim
+        model = cls(cls.encoder_type(cfg, *parts), cls.decoder_type(cfg, *parts))
+        model.regions_path = getattr(regions, "path", None)
+        return model
+
+    @classmethod
+    def check_task(cls, cfg: Any, task: Any) -> None:
+        """Check that the task provides the modalities that the model reads, and that a caption may have a word."""
+        fusion = str(cfg.fusion)
+        if fusion != "semantic" and getattr(task, "regions", None) is None:
+            raise ValueError(f"--fusion {fusion} needs region features: give --regions, or --fusion semantic")
+        if fusion != "visual" and not getattr(task, "has_attributes", False):
+            raise ValueError(f"--fusion {fusion} needs attributes: give --attributes, or --fusion visual")
+        if cfg.max_target_positions < 2:
+            raise ValueError(f"--max-target-positions must be at least 2, got {cfg.max_target_positions}")
 
     def forward(
         self,
@@ -124,7 +173,7 @@ class ModalitiesEncoder(FairseqEncoder):
                 raise ValueError(f"regions must be in net_input {self.named}")
             regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts only models
         found: EncoderOut = {}
-        for name, modality in zip(MODALITIES, self.encode(src_tokens, regions, regions_padding_mask)):
+        for name, modality in zip(SEEN, self.encode(src_tokens, regions, regions_padding_mask)):
             found[name] = [] if modality is None else [modality.features]
             mask = None if modality is None else modality.padding_mask
             found[f"{name}_padding_mask"] = [] if mask is None else [mask]
@@ -143,6 +192,110 @@ class ModalitiesEncoder(FairseqEncoder):
         return int(1e6)
 
 
+class CaptionerDecoder(FairseqIncrementalDecoder):
+    """Base class of decoders; subclasses implement ``advance`` and create the ``classifier`` ``output_projection``.
+
+    Args:
+        cfg: The options.
+        dictionary: Dictionary of captions.
+        embed_tokens: The word embeddings.
+    """
+
+    model = "a captioner"
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+        super().__init__(dictionary)
+        self.embed_tokens, self.max_target_positions = embed_tokens, cfg.max_target_positions
+
+    def embed(self, tokens: Tensor, steps: int) -> Tensor:
+        """Embed the tokens (B, T) after the first ``steps`` of them, (B, T - steps, C)."""
+        return embedded(self.embed_tokens, tokens[:, steps:])
+
+    def start(self) -> Any:
+        """Return the state before the first step of step-by-step decoding."""
+        return None
+
+    def advance(
+        self, words: Tensor, memory: dict[str, Modality], state: Any
+    ) -> tuple[Tensor, dict[str, list[Tensor]], Any]:
+        """Continue decoding after ``state``: :meth:`start` at first, None for a pass over whole captions.
+
+        Args:
+            words: (B, T, C), embedded.
+            memory: The encoded modalities.
+            state: As ``reorder`` takes it: tensors with the batch as first axis, or nested tuples of them.
+
+        Returns:
+            Features (B, T, C), the weights (B, T, S) of each layer by modality, and the new state.
+        """
+        raise NotImplementedError
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[EncoderOut] = None,
+        incremental_state: Optional[dict[str, Any]] = None,
+        features_only: bool = False,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Compute the logits of the next words.
+
+        Args:
+            prev_output_tokens: (B, T), padded on the right.
+            encoder_out: Output of the encoder.
+            incremental_state: For step-by-step decoding, a dict that is empty at first and passed in every step.
+            features_only: Return features (B, T, C) instead of logits.
+            **kwargs: Ignored.
+
+        Returns:
+            Logits (B, T, V) of the tokens that ``incremental_state`` does not hold yet, and ``weights``: attention
+            weights (layers, B, T, S) of ``regions`` and ``attributes``, as far as the model reads them.
+        """
+        if encoder_out is None:
+            raise ValueError(f"encoder_out must be the encoder's output: {self.model} is not a language model")
+        steps, state = 0, None
+        if incremental_state is not None:
+            kept = self.get_incremental_state(incremental_state, "decoder")
+            steps, state = (0, self.start()) if kept is None else (kept["steps"], kept["state"])
+        # Padding follows all words, so its features do not affect any word.
+        features, weights, state = self.advance(self.embed(prev_output_tokens, steps), modalities(encoder_out), state)
+        if incremental_state is not None:
+            kept = {"steps": prev_output_tokens.shape[1], "state": state}
+            self.set_incremental_state(incremental_state, "decoder", kept)
+        shown = {SEEN[name]: torch.stack(layers) for name, layers in weights.items()}
+        # The key "attn" is not used, because fairseq reads it as weights of src_tokens.
+        return (features if features_only else self.output_layer(features)), {"attn": [None], "weights": shown}
+
+    def extract_features(
+        self,
+        prev_output_tokens: Tensor,
+        encoder_out: Optional[EncoderOut] = None,
+        incremental_state: Optional[dict[str, Any]] = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Compute features (B, T, C) of the tokens (B, T) that ``incremental_state`` does not hold yet."""
+        return self(prev_output_tokens, encoder_out, incremental_state, features_only=True)[0]
+
+    def output_layer(self, features: Tensor, **kwargs: Any) -> Tensor:
+        """Compute logits, (B, T, C) -> (B, T, V)."""
+        return self.output_projection(features)
+
+    def max_positions(self) -> int:
+        """Return the maximum number of words of a caption."""
+        return self.max_target_positions
+
+    def reorder(self, state: Any, order: Tensor) -> Any:
+        """Return the state with row i of the batch taken from row ``order[i]``."""
+        return reordered(state, order)
+
+    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
+        """Reorder the state to follow the beam."""
+        kept = self.get_incremental_state(incremental_state, "decoder")
+        if kept is not None:
+            state = self.reorder(kept["state"], new_order)
+            self.set_incremental_state(incremental_state, "decoder", {"steps": kept["steps"], "state": state})
+
+
 def complete(options: Any, defaults: dict[str, Any]) -> Namespace:
     """Return all options; those that hydra or a Python caller did not set get their defaults."""
     given: Any = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else vars(options)
@@ -154,26 +307,6 @@ def set_sizes(args: Namespace, sizes: dict[str, int]) -> None:
     for name, value in sizes.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
-
-
-def check_task(cfg: Any, task: Any, fusion: str) -> None:
-    """Check that the task provides the modalities that the model reads.
-
-    Raises:
-        ValueError: A modality is missing, or the length limit leaves no room for words.
-    """
-    if fusion != "semantic" and getattr(task, "regions", None) is None:
-        raise ValueError(f"--fusion {fusion} needs region features: give --regions, or --fusion semantic")
-    if fusion != "visual" and not getattr(task, "has_attributes", False):
-        raise ValueError(f"--fusion {fusion} needs attributes: give --attributes, or --fusion visual")
-    if cfg.max_target_positions < 2:
-        raise ValueError(f"--max-target-positions must be at least 2, got {cfg.max_target_positions}")
-
-
-def visual_dim_of(task: Any) -> Optional[int]:
-    """Return the number of region channels D, or None if the task has no regions."""
-    regions = getattr(task, "regions", None)
-    return None if regions is None else regions.feature_dim
 
 
 def word_embeddings(dictionary: Any, embed_dim: int) -> nn.Embedding:
@@ -202,12 +335,10 @@ def embedded(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return math.sqrt(embedding.embedding_dim) * embedding(tokens)
 
 
-def modality(encoder_out: EncoderOut, name: str) -> Modality:
-    """Return an encoded modality, or an empty one, which a fusion of the other modality does not read."""
-    features, mask = encoder_out[name], encoder_out[f"{name}_padding_mask"]
-    return Modality(features[0] if features else torch.empty(0), mask[0] if mask else None)
-
-
 def modalities(encoder_out: EncoderOut) -> dict[str, Modality]:
     """Return the encoded modalities by name."""
-    return {name: modality(encoder_out, name) for name in MODALITIES if encoder_out[name]}
+    return {
+        name: Modality(encoder_out[name][0], next(iter(encoder_out[f"{name}_padding_mask"]), None))
+        for name in SEEN
+        if encoder_out[name]
+    }

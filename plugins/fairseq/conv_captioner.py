@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..modules import GatedConvBlock, Modality
 from ..modules.captioning.gated_conv import NormalisedConv1d
-from .captioner import set_sizes
-from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .captioner import CaptionerDecoder, classifier, set_sizes
+from .plain_captioner import SOURCES, FusingConfig, FusingModel
 
 BASE = {"embed_dim": 512, "layers": 3, "kernel_size": 5}
 
@@ -38,8 +38,9 @@ class ConvCaptionerDecoder(CaptionerDecoder):
 
     model = "conv_captioner"
 
-    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
         super().__init__(cfg, dictionary, embed_tokens)
+        self.output_projection = classifier(cfg, dictionary, embed_tokens)
         if cfg.layers < 1:
             raise ValueError(f"--layers must be at least 1, got {cfg.layers}")
         C, options = cfg.embed_dim, (cfg.kernel_size, SOURCES[str(cfg.fusion)], cfg.dropout)

@@ -9,36 +9,26 @@ Shapes: B images, C channels, T words, Sv regions of D channels, Ss attributes, 
 # ruff: noqa: UP045  fairseq reads the types of the fields
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
-from fairseq.dataclass import ChoiceEnum, FairseqDataclass
-from fairseq.models import FairseqIncrementalDecoder, register_model, register_model_architecture
+import torch
+from fairseq.dataclass import ChoiceEnum
+from fairseq.models import register_model, register_model_architecture
 from fairseq.modules import SinusoidalPositionalEmbedding
 from torch import Tensor, nn
 
 from ..modules import SequenceCache
 from ..modules.captioning.entangled_attention import ACTIVATIONS, Modality
 from ..modules.captioning.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
-from .captioner import (
-    CaptionerModel,
-    EncoderOut,
-    ModalitiesEncoder,
-    check_task,
-    classifier,
-    complete,
-    embedded,
-    modality,
-    set_sizes,
-    visual_dim_of,
-    word_embeddings,
-)
+from .captioner import CaptionerConfig, CaptionerDecoder, CaptionerModel, ModalitiesEncoder, classifier, set_sizes
 
 Caches = list[dict[str, SequenceCache]]
+UNREAD = Modality(torch.empty(0), None)  # of a fusion of the other modality
 BASE = {"embed_dim": 512, "layers": 6, "heads": 8, "ffn_dim": 2048}  # thesis, section 2.5.2
 
 
 @dataclass
-class EtaTransformerConfig(FairseqDataclass):
+class EtaTransformerConfig(CaptionerConfig):
     """Options of the model ``eta_transformer``."""
 
     # None leaves a size to the architecture, also in hydra.
@@ -62,10 +52,6 @@ class EtaTransformerConfig(FairseqDataclass):
         default="identity", metadata={"help": "activation f of the gate between both modalities (Table 2.6)"}
     )
     no_encoder: bool = field(default=False, metadata={"help": "omit both encoders (Table 2.4)"})
-    share_decoder_input_output_embed: bool = field(
-        default=False, metadata={"help": "use the word embeddings as the weights of the classifier"}
-    )
-    max_target_positions: int = field(default=256, metadata={"help": "maximum words of a caption, including its end"})
 
 
 class EtaEncoder(ModalitiesEncoder):
@@ -101,107 +87,51 @@ class EtaEncoder(ModalitiesEncoder):
         return self.blocks(regions, attributes, regions_padding_mask, padding)
 
 
-class EtaDecoder(FairseqIncrementalDecoder):
+class EtaDecoder(CaptionerDecoder):
     """Decoder with positions whose blocks attend to both modalities."""
 
-    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding) -> None:
-        super().__init__(dictionary)
+    model = "eta_transformer"
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
+        super().__init__(cfg, dictionary, embed_tokens)
         C, pad = cfg.embed_dim, dictionary.pad()
-        self.embed_tokens, self.max_target_positions = embed_tokens, cfg.max_target_positions
         self.embed_positions = SinusoidalPositionalEmbedding(C, pad, cfg.max_target_positions + pad + 1)
         self.dropout = nn.Dropout(cfg.dropout)
         options: tuple[Any, ...] = (C, cfg.heads, cfg.ffn_dim, cfg.dropout, str(cfg.fusion), str(cfg.gate_activation))
         self.blocks = nn.ModuleList(MultimodalDecoderBlock(*options) for _ in range(cfg.layers))
         self.output_projection = classifier(cfg, dictionary, embed_tokens)
 
-    def forward(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: Optional[EncoderOut] = None,
-        incremental_state: Optional[dict[str, Any]] = None,
-        features_only: bool = False,
-        **kwargs: Any,
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Compute the logits of the next words.
+    def embed(self, tokens: Tensor, steps: int) -> Tensor:
+        """Embed tokens and their positions; see :meth:`CaptionerDecoder.embed`."""
+        return self.dropout(super().embed(tokens, steps) + self.embed_positions(tokens)[:, steps:])
 
-        Args:
-            prev_output_tokens: (B, T), padded on the right.
-            encoder_out: Output of the encoder.
-            incremental_state: For step-by-step decoding, a dict that is empty at first and passed in every step.
-            features_only: Return the features (B, T, C) of the last block instead.
-            **kwargs: Ignored.
+    def start(self) -> Caches:
+        """Return one empty cache per block."""
+        return [{} for _ in self.blocks]
 
-        Returns:
-            Logits (B, T, V) of the tokens that ``incremental_state`` does not hold yet.
-        """
-        features = self.extract_features(prev_output_tokens, encoder_out, incremental_state)
-        return (features if features_only else self.output_layer(features)), {"attn": [None]}
-
-    def extract_features(
-        self,
-        prev_output_tokens: Tensor,
-        encoder_out: Optional[EncoderOut] = None,
-        incremental_state: Optional[dict[str, Any]] = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Compute features (B, T, C) of the tokens (B, T) that ``incremental_state`` does not hold yet."""
-        if encoder_out is None:
-            raise ValueError("encoder_out must be the encoder's output: eta_transformer is not a language model")
-        caches = self._caches(incremental_state)
-        start = caches[0]["self_attention"].steps if caches and caches[0] else 0
-        x = embedded(self.embed_tokens, prev_output_tokens[:, start:])
-        x = self.dropout(x + self.embed_positions(prev_output_tokens)[:, start:])
-        visual, semantic = (modality(encoder_out, name) for name in ("visual", "semantic"))
-        # Padding follows all words, so causal attention never reads it.
+    def advance(
+        self, words: Tensor, memory: dict[str, Modality], state: Optional[Caches]
+    ) -> tuple[Tensor, dict[str, list[Tensor]], Optional[Caches]]:
+        """Continue after ``state``, the blocks' caches; see :meth:`CaptionerDecoder.advance`. It returns no weights."""
+        visual, semantic = (memory.get(name, UNREAD) for name in ("visual", "semantic"))
         for i, block in enumerate(self.blocks):
-            x = block(x, visual, semantic, caches=caches[i] if caches else None)
-        return x
+            words = block(words, visual, semantic, caches=None if state is None else state[i])
+        return words, {}, state
 
-    def output_layer(self, features: Tensor, **kwargs: Any) -> Tensor:
-        """Compute logits, (B, T, C) -> (B, T, V)."""
-        return self.output_projection(features)
-
-    def max_positions(self) -> int:
-        """Return the maximum number of words of a caption."""
-        return self.max_target_positions
-
-    def _caches(self, state: Optional[dict[str, Any]]) -> Optional[Caches]:
-        """Return one cache per block, created in the first step."""
-        if state is None:
-            return None
-        caches = self.get_incremental_state(state, "caches")
-        if caches is None:
-            caches = {"blocks": [{} for _ in self.blocks]}
-            self.set_incremental_state(state, "caches", caches)
-        return caches["blocks"]
-
-    def reorder_incremental_state(self, incremental_state: dict[str, Any], new_order: Tensor) -> None:
-        """Reorder the caches to follow the beam."""
-        for caches in self._caches(incremental_state) or ():
-            reorder_caches(caches, new_order)
+    def reorder(self, state: Caches, order: Tensor) -> Caches:
+        """Reorder the caches in place."""
+        for caches in state:
+            reorder_caches(caches, order)
+        return state
 
 
 @register_model("eta_transformer", dataclass=EtaTransformerConfig)
 class EtaTransformerModel(CaptionerModel):
     """ETA-Transformer captioner; select it by ``--arch`` or hydra's ``model._name``."""
 
+    encoder_type, decoder_type = EtaEncoder, EtaDecoder
+    defaults: ClassVar = {**vars(EtaTransformerConfig()), **BASE}
     region_weight = "encoder.blocks.projection.weight"
-
-    @classmethod
-    def build_model(cls, cfg: Any, task: Any) -> "EtaTransformerModel":
-        """Build the model for the task's dictionary and region features.
-
-        Raises:
-            ValueError: The options are inconsistent or do not fit the task.
-        """
-        cfg = complete(cfg, {**vars(EtaTransformerConfig()), **BASE})
-        check_task(cfg, task, str(cfg.fusion))
-        dictionary = task.target_dictionary
-        embed_tokens = word_embeddings(dictionary, cfg.embed_dim)
-        encoder = EtaEncoder(cfg, dictionary, embed_tokens, visual_dim_of(task))
-        model = cls(encoder, EtaDecoder(cfg, dictionary, embed_tokens))
-        model.regions_path = getattr(task.regions, "path", None)
-        return model
 
 
 # --- architectures ----------------------------------------------------------------------------------------------------

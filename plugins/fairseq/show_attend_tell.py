@@ -9,23 +9,14 @@ The model of Xu et al. 2015 as in the lecture ("Image Captioning"): the decoder,
 # ruff: noqa: UP045  fairseq reads the types of the fields
 from argparse import Namespace
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from fairseq.models import register_model, register_model_architecture
 from torch import Tensor, nn
 
 from ..modules import Modality, ShowAttendTell
 from ..modules.captioning.show_attend_tell import ShowAttendTellState
-from .captioner import (
-    CaptionerModel,
-    ModalitiesEncoder,
-    check_task,
-    complete,
-    set_sizes,
-    visual_dim_of,
-    word_embeddings,
-)
-from .plain_captioner import CaptionerConfig, CaptionerDecoder
+from .captioner import CaptionerConfig, CaptionerDecoder, CaptionerModel, ModalitiesEncoder, classifier, set_sizes
 
 BASE = {"embed_dim": 512, "hidden_dim": 512, "attention_dim": 512}
 
@@ -43,6 +34,9 @@ class ShowAttendTellConfig(CaptionerConfig):
 class GridEncoder(ModalitiesEncoder):
     """Encoder that passes the features on unchanged."""
 
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: int) -> None:
+        super().__init__(dictionary, embed_tokens, "visual", "of show_attend_tell")
+
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
     ) -> tuple[Optional[Modality], Optional[Modality]]:
@@ -58,6 +52,7 @@ class ShowAttendTellDecoder(CaptionerDecoder):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: int) -> None:
         super().__init__(cfg, dictionary, embed_tokens)
+        self.output_projection = classifier(cfg, dictionary, embed_tokens)
         self.lstm = ShowAttendTell(cfg.embed_dim, visual_dim, cfg.hidden_dim, cfg.attention_dim, cfg.dropout)
 
     def advance(
@@ -72,26 +67,16 @@ class ShowAttendTellDecoder(CaptionerDecoder):
 class ShowAttendTellModel(CaptionerModel):
     """Show, Attend and Tell captioner; select it by ``--arch`` or hydra's ``model._name``."""
 
+    encoder_type, decoder_type = GridEncoder, ShowAttendTellDecoder
+    defaults: ClassVar = {**vars(ShowAttendTellConfig()), **BASE, "fusion": "visual"}
     region_weight = "decoder.lstm.first_hidden.weight"
 
     @classmethod
-    def build_model(cls, cfg: Any, task: Any) -> "ShowAttendTellModel":
-        """Build the model for the task's dictionary and region features.
-
-        Raises:
-            ValueError: The options are inconsistent or do not fit the task.
-        """
-        cfg = complete(cfg, {**vars(ShowAttendTellConfig()), **BASE})
-        visual_dim = visual_dim_of(task)
-        if visual_dim is None:
+    def check_task(cls, cfg: Any, task: Any) -> None:
+        """Check that the task has regions, and that a caption may have a word."""
+        if getattr(task, "regions", None) is None:
             raise ValueError("show_attend_tell needs region features: give --regions")
-        check_task(cfg, task, "visual")
-        dictionary = task.target_dictionary
-        embed_tokens = word_embeddings(dictionary, cfg.embed_dim)
-        encoder = GridEncoder(dictionary, embed_tokens, "visual", "of show_attend_tell")
-        model = cls(encoder, ShowAttendTellDecoder(cfg, dictionary, embed_tokens, visual_dim))
-        model.regions_path = getattr(task.regions, "path", None)
-        return model
+        super().check_task(cfg, task)
 
 
 @register_model_architecture("show_attend_tell", "show_attend_tell_tiny")

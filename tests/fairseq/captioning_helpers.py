@@ -71,21 +71,12 @@ def batches_of(task: Any, split: str, num_workers: int = 0, **options: Any) -> l
     return list(DataLoader(dataset, batch_sampler=batches, collate_fn=dataset.collater, num_workers=num_workers))
 
 
-def model_of(task: Any, **options: Any) -> Any:
-    """Build ``eta_transformer`` with two small layers and no dropout."""
-    from attn_plugins.fairseq.eta_transformer import EtaTransformerConfig, EtaTransformerModel, eta_transformer_tiny
-
-    torch.manual_seed(0)
-    args = argparse.Namespace(**{"embed_dim": 16, "heads": 2, "ffn_dim": 24, "dropout": 0.0, **options})
-    eta_transformer_tiny(args)
-    return EtaTransformerModel.build_model(EtaTransformerConfig.from_namespace(args), task)
-
-
 CAPTIONERS = {
     "show_attend_tell": {"embed_dim": 12, "hidden_dim": 16, "attention_dim": 8},
     "lstm_captioner": {"embed_dim": 16, "layers": 2},
     "conv_captioner": {"embed_dim": 16, "layers": 2, "kernel_size": 3},
 }
+SIZES = {**CAPTIONERS, "eta_transformer": {"embed_dim": 16, "layers": 2, "heads": 2, "ffn_dim": 24}}
 
 
 def captioner_of(task: Any, name: str, **options: Any) -> Any:
@@ -95,5 +86,10 @@ def captioner_of(task: Any, name: str, **options: Any) -> Any:
     import attn_plugins.fairseq  # noqa: F401 - registers the captioners
 
     torch.manual_seed(0)
-    args = argparse.Namespace(**{**CAPTIONERS[name], "dropout": 0.0, **options})
+    args = argparse.Namespace(**{**SIZES[name], "dropout": 0.0, **options})
     return MODEL_REGISTRY[name].build_model(MODEL_DATACLASS_REGISTRY[name].from_namespace(args), task)
+
+
+def model_of(task: Any, **options: Any) -> Any:
+    """Build a small ``eta_transformer`` without dropout."""
+    return captioner_of(task, "eta_transformer", **options)

@@ -1,4 +1,4 @@
-"""``show_attend_tell``, ``lstm_captioner`` and ``conv_captioner`` as fairseq models, alone and in ensembles."""
+"""Every captioner as a fairseq model, alone and in ensembles."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.nn import functional as F
 pytest.importorskip("fairseq")
 
 from fairseq.data import Dictionary
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY, MODEL_REGISTRY
 from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 
-from attn_plugins.fairseq.conv_captioner import ConvCaptionerModel
-from attn_plugins.fairseq.lstm_captioner import LSTMCaptionerModel
-from attn_plugins.fairseq.show_attend_tell import ShowAttendTellModel
+import attn_plugins.fairseq  # noqa: F401 - registers the captioners
 from attn_plugins.modules import Modality
-from tests.fairseq.captioning_helpers import CAPTIONERS, COLOURS, THINGS, captioner_of, model_of, task_of, write_images
+from attn_plugins.modules.captioning.eta_transformer import FUSIONS
+from attn_plugins.modules.common.capture import attention_layers
+from tests.fairseq.captioning_helpers import COLOURS, SIZES, THINGS, captioner_of, task_of, write_images
 
 D = 5
 SETTINGS = [
@@ -34,11 +34,18 @@ SETTINGS = [
         for f in ("visual", "semantic", "parallel")
     ),
     ("lstm_captioner", dict(alignment="general", layers=1)),
+    *(
+        ("eta_transformer", dict(fusion=fusion, no_encoder=no_encoder))
+        for fusion in FUSIONS
+        for no_encoder in (False, True)
+    ),
+    ("eta_transformer", dict(gate_activation="tanh")),
+    ("eta_transformer", dict(share_decoder_input_output_embed=True)),
 ]
 every_setting = pytest.mark.parametrize(
     ("name", "setting"), SETTINGS, ids=["-".join([n, *map(str, s.values())]) for n, s in SETTINGS]
 )
-every_captioner = pytest.mark.parametrize("name", CAPTIONERS)
+every_captioner = pytest.mark.parametrize("name", SIZES)
 
 
 def task(number: int = 19, D: int = D) -> Any:
@@ -63,8 +70,10 @@ def batch(dtype: torch.dtype = torch.float32, T: int = 5) -> dict[str, Any]:
     )
 
 
-def reads(name: str, setting: dict[str, Any]) -> set[str]:
+def shown(name: str, setting: dict[str, Any]) -> set[str]:
     """Return the inputs for which the model returns attention weights."""
+    if name == "eta_transformer":
+        return set()
     fusion = setting.get("fusion", "visual")
     return {"visual": {"regions"}, "semantic": {"attributes"}, "parallel": {"regions", "attributes"}}[fusion]
 
@@ -77,7 +86,7 @@ def test_every_setting_trains(name, setting):
     """Every parameter gets a gradient."""
     model, sample = captioner_of(task(), name, **setting), batch()
     target = torch.randint(4, 19, (3, 5))
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01 if name == "eta_transformer" else 0.02)
     losses = []
     for step in range(15):
         loss = F.cross_entropy(model(**sample)[0].flatten(0, 1), target.flatten())
@@ -108,7 +117,7 @@ def test_steps_are_those_of_the_whole(name, setting):
         new = found.shape[1]
         assert new == (2 if t == 2 else 1)
         torch.testing.assert_close(found, whole[:, -new:], rtol=1e-11, atol=1e-11)
-        assert set(extra["weights"]) == reads(name, setting)
+        assert set(extra["weights"]) == shown(name, setting)
         for key, weights in extra["weights"].items():
             torch.testing.assert_close(weights, whole_extra["weights"][key][:, :, -new:], rtol=1e-11, atol=1e-11)
 
@@ -131,7 +140,7 @@ def test_padding_does_not_matter(name, setting):
             torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1], dtype=torch.float64))
 
 
-@every_captioner
+@pytest.mark.parametrize("name", ["show_attend_tell", "lstm_captioner", "conv_captioner"])
 def test_it_is_the_module_with_embeddings_and_a_classifier(name):
     model = captioner_of(task(), name).double().eval()
     sample, decoder = batch(torch.float64), model.decoder
@@ -155,6 +164,40 @@ def test_it_is_the_module_with_embeddings_and_a_classifier(name):
     torch.testing.assert_close(decoder.extract_features(sample["prev_output_tokens"], memory), features)
 
 
+def test_eta_transformer_is_the_blocks_put_together():
+    """Embeddings are scaled by sqrt(C) and shared; only the decoder has positions."""
+    model = captioner_of(task(), "eta_transformer").double().eval()
+    sample = batch(torch.float64)
+    C, encoder, decoder = 16, model.encoder, model.decoder
+    attributes = F.embedding(sample["src_tokens"], decoder.embed_tokens.weight) * C**0.5
+    regions = sample["regions"] @ encoder.blocks.projection.weight.T + encoder.blocks.projection.bias
+    visual = encoder.blocks.visual(Modality(regions, sample["regions_padding_mask"]))
+    semantic = encoder.blocks.semantic(Modality(attributes, sample["src_tokens"] == 1))
+    x = F.embedding(sample["prev_output_tokens"], decoder.embed_tokens.weight) * C**0.5
+    # fairseq counts positions from 2, one above the padding index.
+    angles = torch.arange(2, 7).double().unsqueeze(1) * 10000 ** -(torch.arange(C // 2).double() / (C // 2 - 1))
+    x = x + torch.cat([angles.sin(), angles.cos()], 1)
+    for block in decoder.blocks:
+        x = block(x, visual, semantic)
+    expected = x @ decoder.output_projection.weight.T + decoder.output_projection.bias
+    torch.testing.assert_close(model(**sample)[0], expected, rtol=1e-5, atol=1e-5)  # positions are in float32
+    names = attention_layers(model)
+    assert "decoder.blocks.1.entangled.visual_attention.attention" in names
+    assert len(names) == 2 * 2 + 2 * (1 + 4)
+
+
+def test_attributes_and_regions_have_no_order():
+    model = captioner_of(task(), "eta_transformer").double().eval()
+    sample = batch(torch.float64)
+    sample["regions_padding_mask"] = None
+    turned = {**sample, "src_tokens": sample["src_tokens"].flip(1), "regions": sample["regions"].flip(1)}
+    torch.testing.assert_close(model(**turned)[0], model(**sample)[0])
+    sample["prev_output_tokens"][0] = torch.tensor([2, 7, 7, 8, 9])
+    first = model(**sample)[0]
+    sample["prev_output_tokens"][0] = torch.tensor([2, 7, 8, 7, 9])
+    assert not torch.allclose(model(**sample)[0][0, 4], first[0, 4])
+
+
 @every_captioner
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half(name, dtype):
@@ -176,13 +219,15 @@ def test_images_are_encoded_once(name):
     found = model(**{**inputs, "prev_output_tokens": previous})[0]
     for k in range(2):
         torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
+    with pytest.raises(ValueError, match="multiple of 3 rows, got 4 rows"):
+        model(**{**inputs, "prev_output_tokens": previous[:4]})
 
 
-@pytest.mark.parametrize("names", [[name] for name in CAPTIONERS] + [[*CAPTIONERS, "eta_transformer"]], ids="-".join)
+@pytest.mark.parametrize("names", [*([name] for name in SIZES), list(SIZES)], ids="-".join)
 def test_beam_search(names):
     """Results with caches equal those without. An ensemble returns the logarithm of the mean probability."""
     of = task()
-    models = [model_of(of).eval() if name == "eta_transformer" else captioner_of(of, name).eval() for name in names]
+    models = [captioner_of(of, name).eval() for name in names]
     for seed, model in enumerate(models):
         torch.manual_seed(seed)
         for parameter in model.parameters():
@@ -205,17 +250,27 @@ def test_beam_search(names):
 
 
 @pytest.mark.parametrize(
-    ("name", "fusion"), [("show_attend_tell", ""), ("lstm_captioner", "parallel"), ("conv_captioner", "parallel")]
+    ("name", "fusion"),
+    [
+        ("show_attend_tell", ""),
+        ("lstm_captioner", "parallel"),
+        ("conv_captioner", "parallel"),
+        ("eta_transformer", "entangled"),
+    ],
 )
 def test_captions_come_from_the_picture(tmp_path, name, fusion):
-    """The model memorises eight captions. With another image's regions, it names that image's colour."""
+    """The model memorises eight captions. With another image's regions, it names that image's colour.
+
+    ``eta_transformer`` also keeps the thing, which the attributes give.
+    """
     of = task_of(write_images(tmp_path))
     of.load_dataset("train")
     dataset = of.dataset("train")
     firsts = [dataset[2 * i] for i in range(8)]  # the first caption of each image: a COLOUR THING
     options = {"embed_dim": 32, **({"fusion": fusion} if fusion else {"hidden_dim": 32})}
     model = captioner_of(of, name, **options).train()
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    eta = name == "eta_transformer"
+    optimizer = torch.optim.Adam(model.parameters(), 0.003 if eta else 0.01)
     sample = dataset.collater(firsts)
     if not fusion:  # the regions must determine the thing as well
         for i, region in enumerate(sample["net_input"]["regions"]):
@@ -239,29 +294,30 @@ def test_captions_come_from_the_picture(tmp_path, name, fusion):
     assert captions(firsts) == [true(s, s) for s in firsts]
     turned = firsts[1:] + firsts[:1]
     swapped = [{**s, "regions": t["regions"]} for s, t in zip(firsts, turned)]
-    found = captions(swapped)
-    assert sum(words[1] == true(t, t)[1] for words, t in zip(found, turned)) >= 6
+    found, expected = captions(swapped), [true(t, s) for s, t in zip(firsts, turned)]
+    assert sum(a == b if eta else a[1] == b[1] for a, b in zip(found, expected)) >= 6
 
 
 # --- options and checkpoints ------------------------------------------------------------------------------------------
 
 
-def test_sizes():
+@every_captioner
+def test_sizes(name):
     """Base and tiny models have the documented sizes; options that hydra omits take the base model's size."""
-    kinds = {"show_attend_tell": ShowAttendTellModel, "lstm_captioner": LSTMCaptionerModel}
-    for name, kind in {**kinds, "conv_captioner": ConvCaptionerModel}.items():
-        assert ARCH_MODEL_REGISTRY[name] is ARCH_MODEL_REGISTRY[f"{name}_tiny"] is kind
-        with torch.device("meta"):
-            model = kind.build_model(OmegaConf.create({"dropout": 0.2}), task(D=2048))
-        assert model.decoder.embed_tokens.weight.shape == (19, 512)
-        assert model.encoder.embed_tokens is model.decoder.embed_tokens
-        assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.2}
-        args = argparse.Namespace(embed_dim=24)
-        ARCH_CONFIG_REGISTRY[f"{name}_tiny"](args)
-        assert args.embed_dim == 24
-        assert len(vars(args)) == len(CAPTIONERS[name])
-    assert len(model.decoder.layers) == 3
-    assert model.decoder.layers[0].conv.direction.shape == (1024, 512, 5)
+    kind = MODEL_REGISTRY[name]
+    assert ARCH_MODEL_REGISTRY[name] is ARCH_MODEL_REGISTRY[f"{name}_tiny"] is kind
+    with torch.device("meta"):
+        model = kind.build_model(OmegaConf.create({"dropout": 0.2, "embed_dim": None}), task(D=2048))
+    assert model.decoder.embed_tokens.weight.shape == (19, 512)
+    assert model.encoder.embed_tokens is model.decoder.embed_tokens
+    assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.2}
+    if name == "conv_captioner":
+        assert len(model.decoder.layers) == 3
+        assert model.decoder.layers[0].conv.direction.shape == (1024, 512, 5)
+    args = OmegaConf.structured(MODEL_DATACLASS_REGISTRY[name](embed_dim=24))
+    ARCH_CONFIG_REGISTRY[f"{name}_tiny"](args)
+    assert args.embed_dim == 24
+    assert all(args[size] for size in SIZES[name])
 
 
 def test_parameters():
@@ -278,6 +334,7 @@ def test_parameters():
     # Weight normalisation adds a length per output to directions and bias.
     block = 2 * C * 5 * C + 2 * 2 * C + 2 * (C * C + 2 * C)
     expected["conv_captioner"] = dictionary + (D * C + C) + (C * C + 2 * C) + 3 * block + classifier
+    expected["eta_transformer"] = 97_477_391 + (D - 2048) * C  # counted from the thesis, for 2048 channels
     for name, number in expected.items():
         with torch.device("meta"):
             model = MODEL_REGISTRY[name].build_model(argparse.Namespace(), task(V, D))
@@ -308,18 +365,23 @@ def test_checkpoints(name, setting):
 def test_models_that_cannot_be(name):
     without_regions, without_attributes = task(), task()
     without_regions.regions, without_attributes.has_attributes = None, False
-    own = name == "show_attend_tell"
-    needs = "show_attend_tell needs region features: give --regions" if own else "--fusion visual needs region features"
-    with pytest.raises(ValueError, match=needs):
+    own, eta = name == "show_attend_tell", name == "eta_transformer"
+    needs = "show_attend_tell" if own else f"--fusion {'entangled' if eta else 'visual'}"
+    with pytest.raises(ValueError, match=f"{needs} needs region features: give --regions"):
         captioner_of(without_regions, name)
-    assert captioner_of(without_attributes, name).regions_path == "regions.npz"
+    visual = {} if own else {"fusion": "visual"}
+    assert captioner_of(without_attributes, name, **visual).regions_path == "regions.npz"
     if not own:
         for fusion in ("semantic", "parallel"):
             with pytest.raises(ValueError, match=f"--fusion {fusion} needs attributes: give --attributes, or"):
                 captioner_of(without_attributes, name, fusion=fusion)
         assert captioner_of(without_regions, name, fusion="semantic").regions_path is None
-        with pytest.raises(ValueError, match=r"(--layers must be at least 1|num_layers must be a positive int), got 0"):
-            captioner_of(task(), name, layers=0)
+        bad = {"heads": 3} if eta else {"layers": 0}
+        message = (
+            "num_heads must divide embed_dim = 16, got 3" if eta else r"must be (at least 1|a positive int), got 0"
+        )
+        with pytest.raises(ValueError, match=message):
+            captioner_of(task(), name, **bad)
     with pytest.raises(ValueError, match="--max-target-positions must be at least 2, got 1"):
         captioner_of(task(), name, max_target_positions=1)
     with pytest.raises(ValueError, match="--embed-dim must be at least 1, got 0"):
@@ -330,8 +392,8 @@ def test_models_that_cannot_be(name):
 def test_inputs_that_are_missing(name):
     model, sample = captioner_of(task(), name), batch()
     del sample["regions"]
-    where = "of show_attend_tell" if name == "show_attend_tell" else "with --fusion visual"
-    with pytest.raises(ValueError, match=f"regions must be in net_input {where}"):
+    where = {"show_attend_tell": "of show_attend_tell", "eta_transformer": "with --fusion entangled"}
+    with pytest.raises(ValueError, match=f"regions must be in net_input {where.get(name, 'with --fusion visual')}"):
         model(**sample)
     with pytest.raises(ValueError, match=f"{name} is not a language model"):
         model.decoder(sample["prev_output_tokens"])

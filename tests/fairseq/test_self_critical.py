@@ -193,17 +193,6 @@ def test_nothing_follows_the_end(task, model):
     assert captions.ne(PAD).any((0, 1)).all()  # no column is only padding
 
 
-def test_images_are_encoded_once(task, model):
-    """Decoding k captions per image in one call equals k separate calls."""
-    inputs = batch(task, 3)["net_input"]
-    previous = torch.randint(4, 16, (6, 4))
-    found = model(**{**inputs, "prev_output_tokens": previous})[0]
-    for k in range(2):
-        torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
-    with pytest.raises(ValueError, match="multiple of 3 rows, got 4 rows"):
-        model(**{**inputs, "prev_output_tokens": previous[:4]})
-
-
 @pytest.mark.parametrize("options", [dict(samples=8), dict(samples=8, baseline="mean")], ids=["greedy", "mean"])
 def test_rewards_rise(task, model, options):
     """Training raises the reward of sampled captions; with the mean baseline, soon that of greedy captions as well."""
