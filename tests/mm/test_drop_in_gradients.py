@@ -1,19 +1,23 @@
-"""The drop-in's gradients equal mmcv's, also for deformable convolutions whose samples lie on the map's border."""
+"""Gradients of the drop-in, the stand-in and our deformable layers equal mmcv's, also for samples on the border."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import mmcv.ops
+import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import Tensor
 
-from attn_plugins import ops
+from attn_plugins import mmcv_ext, ops
 from attn_plugins.mmcv_ext.edge_rule import without_edge_gradients
+from attn_plugins.modules import DeformableConv2d
 from tests.mm import mmcv_deform_conv
 from tests.mm.drop_in_helpers import STOCK, drop_in
-from tests.mm.mmcv_deform_conv import PEERS, by_torchvision, peer
+from tests.mm.mmcv_deform_conv import PEERS, RECORDED, RECORDED_CASES, by_torchvision, case_name, offset_gradient, peer
+from tests.mm.mmcv_ext_helpers import extension
 
 # (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
 GEOMETRIES = {
@@ -45,6 +49,18 @@ def operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
     return [leaf.double().requires_grad_() for leaf in leaves], torch.randn(B, C_out, *size).double()
 
 
+def our_deform_conv2d(input, offset, weight, stride, padding, dilation, *_):
+    geometry = [(n, n) for n in (stride, padding, dilation)]
+    settled = without_edge_gradients(offset, weight.shape[2:], *geometry)
+    return ops.deform_conv2d(input, settled, weight, None, *geometry)
+
+
+def our_modulated_deform_conv2d(input, offset, mask, weight, bias, stride, padding, dilation, *_):
+    geometry = [(n, n) for n in (stride, padding, dilation)]
+    settled = without_edge_gradients(offset, weight.shape[2:], *geometry)
+    return ops.deform_conv2d(input, settled, weight, bias, *geometry, mask)
+
+
 @pytest.mark.parametrize("kind", PEERS)
 @pytest.mark.parametrize("modulated", [True, False])
 @pytest.mark.parametrize("offsets", OFFSETS)
@@ -53,18 +69,15 @@ def test_gradients_equal_those_of_mmcvs_operator(name, offsets, modulated, kind)
     theirs_of = mmcv.ops if kind == "compiled mmcv" else mmcv_deform_conv
     _, _, _, _, _, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
     (input, offset, weight, mask, bias), grad = operands(name, offsets)
-    settled = without_edge_gradients(offset, (K, K), *[(n, n) for n in (stride, padding, dilation)])
-    assert torch.equal(settled, offset)
+    geometry = (stride, padding, dilation, groups, D)
     if modulated:
-        leaves = [input, offset, weight, mask, bias]
-        theirs = theirs_of.modulated_deform_conv2d(
-            input, offset, mask, weight, bias, stride, padding, dilation, groups, D
-        )
-        ours = ops.deform_conv2d(input, settled, weight, bias, stride, padding, dilation, mask)
+        leaves, more = [input, offset, weight, mask, bias], (mask, weight, bias)
+        theirs = theirs_of.modulated_deform_conv2d(input, offset, *more, *geometry)
+        ours = our_modulated_deform_conv2d(input, offset, *more, *geometry)
     else:
         leaves = [input, offset, weight]
-        theirs = theirs_of.deform_conv2d(input, offset, weight, stride, padding, dilation, groups, D)
-        ours = ops.deform_conv2d(input, settled, weight, None, stride, padding, dilation)
+        theirs = theirs_of.deform_conv2d(*leaves, *geometry)
+        ours = our_deform_conv2d(*leaves, *geometry)
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(torch.autograd.grad(ours, leaves, grad), torch.autograd.grad(theirs, leaves, grad)):
         torch.testing.assert_close(a, b)
@@ -153,6 +166,26 @@ def test_a_layers_gradients_equal_mmcvs(name, start, options, kind):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("kind", PEERS)
+@pytest.mark.parametrize("modulated", [True, False])
+def test_layer_takes_mmcvs_weights_and_gives_its_output(modulated, kind):
+    torch.manual_seed(0)
+    theirs = STOCK["DCNv2" if modulated else "DCN"](
+        8, 6, 3, stride=2, padding=1, groups=2, deform_groups=2, bias=modulated
+    )
+    ours = DeformableConv2d(
+        8, 6, 3, stride=2, padding=1, groups=2, offset_groups=2, bias=modulated, modulated=modulated
+    )
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_(std=0.5)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    x = torch.randn(2, 8, 9, 12)
+    with peer(kind):
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+
+
 def test_a_batch_that_im2col_step_does_not_divide():
     torch.manual_seed(0)
     stock = STOCK["DCN"](4, 6, 3, padding=1, im2col_step=3)
@@ -165,6 +198,53 @@ def test_a_batch_that_im2col_step_does_not_divide():
     with by_torchvision():
         expected = torch.cat([stock(part) for part in x.split(2)])
     torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+
+
+# --- gradients of offsets on the border, as compiled mmcv gave them ---------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(RECORDED) as arrays:
+        found = dict(arrays)
+    assert list(found) == [case_name(*case) for case in RECORDED_CASES]
+    return found
+
+
+@pytest.mark.parametrize("case", RECORDED_CASES, ids=lambda case: case_name(*case))
+@pytest.mark.parametrize(
+    "kind", ["ours", "stand-in", "torchvision", pytest.param("compiled mmcv", marks=pytest.mark.peers)]
+)
+def test_offset_gradients_equal_the_recorded_ones(kind, case, recorded):
+    """The tests' own definition as well, and compiled mmcv, for which the records would else be out of date."""
+    if kind == "ours":
+        found = offset_gradient(our_deform_conv2d, our_modulated_deform_conv2d, case)
+    elif kind == "stand-in":
+        with extension(mmcv_ext):
+            found = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
+    elif kind == "torchvision":
+        found = offset_gradient(mmcv_deform_conv.deform_conv2d, mmcv_deform_conv.modulated_deform_conv2d, case)
+    else:
+        found = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
+    expected = torch.from_numpy(recorded[case_name(*case)])
+    assert torch.equal(found == 0, expected == 0)
+    torch.testing.assert_close(found.float(), expected)
+
+
+def test_the_records_hold_the_rule(recorded):
+    """Torchvision's own gradients, those of the inner side, differ in the records' zeros."""
+    case = RECORDED_CASES[0]
+
+    def theirs(input, offset, weight, stride, padding, dilation, *_):
+        return torchvision.ops.deform_conv2d(input, offset, weight, None, stride, padding, dilation)
+
+    inner, outer = offset_gradient(theirs, theirs, case), torch.from_numpy(recorded[case_name(*case)])
+    differing = ~torch.isclose(inner.float(), outer)
+    assert differing.any()
+    assert (outer[differing] == 0).all()
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
 
 
 def attention_pair(name: str, **options: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
