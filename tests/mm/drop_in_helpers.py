@@ -6,10 +6,11 @@ import sys
 
 import mmdet.models.backbones.swin
 import mmseg.models.backbones.swin
+import pytest
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, init_default_scope
 
 STOCK = dict(
     GeneralizedAttention=GeneralizedAttention,
@@ -42,3 +43,12 @@ def restore() -> None:
 
 
 restore()  # after drop_in is imported: other tests compare with mmcv's layers
+
+
+@pytest.fixture
+def stock_layers():
+    """Start and end a test with the toolkits' own layers, and end in mmdet's scope."""
+    restore()
+    yield
+    restore()
+    init_default_scope("mmdet")

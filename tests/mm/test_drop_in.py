@@ -13,19 +13,14 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
-from tests.mm.drop_in_helpers import STOCK, drop_in, restore
+from tests.mm.drop_in_helpers import STOCK, drop_in, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import without_downloads
 from tests.mm.mmcv_deform_conv import peer
 
 CONFIGS = [f"faster-rcnn_r50-attn{kind}_fpn_1x_coco" for kind in ("0010", "1111", "0010-dcn", "1111-dcn")]
 
 
-@pytest.fixture(autouse=True)
-def _stock_layers():
-    """Start and end every test with mmcv's own layers."""
-    restore()
-    yield
-    restore()
+pytestmark = pytest.mark.usefixtures("stock_layers")
 
 
 def upstream(name: str) -> Config:

@@ -1,9 +1,12 @@
-"""The drop-in for transformers: upstream models compute the same with our forwards, in training and evaluation."""
+"""The drop-in for transformers: upstream models compute the same with our forwards, in any order of imports."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
+import mmdet.models.backbones.swin
+import mmseg.models.backbones.swin
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
@@ -19,10 +22,10 @@ from mmseg.registry import MODELS as MMSEG_MODELS
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
-from attn_plugins.mmcv import transformer
+from attn_plugins.mmcv import transformer, window_attention
 from attn_plugins.modules import MultiScaleDeformableAttention as Ours
 from tests.helpers.operator_checks import relative_error
-from tests.mm.drop_in_helpers import STOCK, drop_in, restore
+from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, restore, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import without_downloads
 
 H, W = 96, 128
@@ -35,20 +38,32 @@ MMDET = [
     "dino/dino-4scale_r50_8xb2-12e_coco",
     "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
     "maskformer/maskformer_r50_ms-16xb1-75e_coco",
+    "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco",
 ]
 MMSEG = [
     "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
     "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
+    "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512",
 ]
+SWIN = {"mmdet": mmdet.models.backbones.swin, "mmseg": mmseg.models.backbones.swin}
 
 
-@pytest.fixture(autouse=True)
-def _stock_layers():
-    """Start and end every test with mmcv's own layers."""
-    restore()
-    yield
-    restore()
-    init_default_scope("mmdet")
+pytestmark = pytest.mark.usefixtures("stock_layers")
+
+
+def narrow_swin(model: Config, package: str) -> None:
+    """Give a model with Swin a sixth of its width, two blocks per stage and no drop path."""
+    widths = [16, 32, 64, 128]
+    model.backbone.update(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 4], drop_path_rate=0.0)
+    if package == "mmdet":
+        model.neck.update(in_channels=widths, out_channels=32)
+        model.rpn_head.update(in_channels=32, feat_channels=32)
+        model.roi_head.bbox_roi_extractor.out_channels = model.roi_head.mask_roi_extractor.out_channels = 32
+        model.roi_head.bbox_head.update(in_channels=32, fc_out_channels=32)
+        model.roi_head.mask_head.update(in_channels=32, conv_out_channels=16)
+    else:
+        model.decode_head.update(in_channels=widths, channels=16, pool_scales=(2, 3))  # 1 fails: one value to normalise
+        model.auxiliary_head.update(in_channels=64, channels=16)
 
 
 def build(package: str, name: str) -> nn.Module:
@@ -70,12 +85,16 @@ def build(package: str, name: str) -> nn.Module:
     if "decoder" in config.model:
         config.model.encoder.num_layers = 1
         config.model.num_queries = 40  # two-stage models choose them among the cells of all levels
+    if "swin" in name:
+        narrow_swin(config.model, package)
     torch.manual_seed(0)
     model = (MMDET_MODELS if package == "mmdet" else MMSEG_MODELS).build(config.model)
     model.init_weights()
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, (nn.Dropout, nn.Dropout2d)):
             module.p = 0.0
+        if hasattr(module, "relative_position_bias_table"):
+            nn.init.normal_(module.relative_position_bias_table, std=0.5)
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
         if isinstance(module, MultiScaleDeformableAttention):
@@ -139,15 +158,20 @@ MASK2FORMER = [
     ("package", "name"), [*(("mmdet", n) for n in MMDET), *MASK2FORMER, *(("mmseg", n) for n in MMSEG)]
 )
 def test_upstream_models_compute_the_same(package, name):
+    """The maps of Swin, of 24 × 32 and less, do not divide into windows of 7."""
     model = build(package, name)
-    layers = [m for m in model.modules() if isinstance(m, (MultiScaleDeformableAttention, MultiheadAttention))]
+    kinds = MultiScaleDeformableAttention, MultiheadAttention, SWIN[package].ShiftWindowMSA
+    layers, keys = [m for m in model.modules() if isinstance(m, kinds)], list(model.state_dict())
+    if "swin" in name:
+        assert [m.shift_size for m in layers] == [0, 3] * 4
     assert layers or "conditional" in name or "dab" in name
     counts = {name: buffer.clone() for name, buffer in model.named_buffers()}
     expected, losses, gradients = run(model, package)
     for name, buffer in model.named_buffers():  # buffers of batch norms
         buffer.copy_(counts[name])
     drop_in.replace()
-    assert all("attn_plugins" in type(m).forward.__wrapped__.__module__ for m in layers)
+    assert all("attn_plugins" in inspect.unwrap(type(m).forward).__module__ for m in layers)
+    assert list(model.state_dict()) == keys
     found, our_losses, our_gradients = run(model, package)
     assert len(found) == len(expected) > 0
     for a, b in zip(found, expected):
@@ -254,3 +278,77 @@ def test_all_or_none(monkeypatch):
         drop_in.replace()
     assert MultiScaleDeformableAttention.forward is not transformer.deformable_forward
     assert all(MODELS.module_dict[name] is layer for name, layer in STOCK.items())
+
+
+# --- Swin ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [0, 2])
+@pytest.mark.parametrize("package", SWIN)
+def test_a_swin_layer_equals_upstreams(package, shift):
+    torch.manual_seed(0)
+    layer = SWIN[package].ShiftWindowMSA(12, 3, 5, shift, qk_scale=0.3).double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    for H, W in ((10, 15), (7, 11), (3, 12)):
+        results = {}
+        for kind in ("stock", "ours"):
+            x = torch.randn(2, H * W, 12, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
+            layer.zero_grad()
+            output = layer(x, (H, W))
+            output.square().sum().backward()
+            results[kind] = [output, x.grad, *(p.grad.clone() for p in layer.parameters())]
+            drop_in.replace()
+        restore()
+        for ours, stock in zip(results["ours"], results["stock"]):
+            torch.testing.assert_close(ours, stock)
+    drop_in.replace()
+    with pytest.raises(AssertionError, match="input feature has wrong size"):
+        layer(torch.zeros(2, 9, 12).double(), (3, 4))
+
+
+def test_who_drops_or_looks_at_weights_gets_upstreams():
+    torch.manual_seed(0)
+    layer = SWIN["mmdet"].ShiftWindowMSA(12, 3, 5, 2, attn_drop_rate=0.4)
+    x = torch.randn(2, 35, 12)
+    torch.manual_seed(1)
+    expected = layer(x, (5, 7))
+    drop_in.replace()
+    torch.manual_seed(1)
+    torch.testing.assert_close(layer(x, (5, 7)), expected, rtol=0, atol=0)
+    layer.eval()
+    expected, seen = layer(x, (5, 7)), []
+    layer.w_msa.softmax.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    torch.testing.assert_close(layer(x, (5, 7)), expected)
+    assert seen == [(4, 3, 25, 25)]
+
+
+def test_all_or_none_with_swin(monkeypatch):
+    monkeypatch.setattr(SWIN["mmseg"].ShiftWindowMSA, "forward", lambda self, query, hw_shape: query)
+    with pytest.raises(
+        RuntimeError, match=r"forward of ShiftWindowMSA, but mmseg\.models\.backbones\.swin holds .*nothing"
+    ):
+        drop_in.replace()
+    assert SWIN["mmdet"].ShiftWindowMSA.forward is STOCK_FORWARDS[SWIN["mmdet"].ShiftWindowMSA]
+    assert all(MODELS.module_dict[name] is layer for name, layer in STOCK.items())
+
+
+def test_replacing_twice_keeps_upstreams_within_reach():
+    drop_in.replace()
+    once = {name: module.ShiftWindowMSA.forward for name, module in SWIN.items()}
+    drop_in.replace()
+    assert {name: module.ShiftWindowMSA.forward for name, module in SWIN.items()} == once
+
+
+def test_a_toolkit_that_is_imported_later(python):
+    """A toolkit that is not installed is ignored."""
+    result = python(
+        "import sys\n"
+        "import attn_plugins.mmcv.drop_in\n"
+        "assert not [name for name in sys.modules if name.startswith(('mmdet', 'mmseg'))]\n"
+        "import mmdet.models.backbones.swin as swin\n"
+        "print(swin.ShiftWindowMSA.forward.__module__)\n"
+        "print('mmseg' in sys.modules)\n"
+        "print(*(n for n in attn_plugins.autoload._finder.waiting if n.endswith('swin')))\n"
+    )
+    assert result.stdout.split() == [window_attention.__name__, "False", "mmseg.models.backbones.swin"]
