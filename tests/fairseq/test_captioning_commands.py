@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -55,64 +54,9 @@ def test_train_and_generate(tmp_path):
     assert f"3 captions are in {results}" in generated
 
 
-def _wider(folder: Path) -> None:
-    """Rewrite the file with one more channel of features."""
-    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
-    arrays["features"] = np.concatenate([arrays["features"], arrays["features"][:, :1]], 1)
-    np.savez(folder / "regions.npz", **arrays)
-
-
 def _long_caption(folder: Path, image: int) -> None:
     """Append a caption longer than the model's positions."""
     change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100)].update(caption="a " * 300))
-
-
-def _cut(path: Path) -> None:
-    content = path.read_bytes()
-    path.unlink()  # replace the file rather than write into it: a process may have mapped it
-    path.write_bytes(content[: len(content) // 2])
-
-
-def test_bad_input_is_one_error_with_the_item_s_name(tmp_path):
-    """fairseq-train names the item for each defect in its files and for files that do not fit a checkpoint."""
-    pytest.importorskip("h5py", reason=".h5 files need h5py")
-    pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
-    commands: list[list[Any]] = []
-    expected = []
-
-    def command(name: str, data: Path, message: str, *options: Any) -> None:
-        commands.append([name, data, *options])
-        expected.append(message)
-
-    good = write_images(tmp_path / "good")
-    command("train", good, "", *TINY, "--max-update=1", "--save-dir", tmp_path / "model")
-    for spoil, (message, _) in BAD_SAMPLES.items():
-        data = write_images(tmp_path / spoil.__name__)
-        spoil(data)
-        command("train", data, rf"^raised ValueError .*{message}", *TINY, "--save-dir", tmp_path / "none")
-    for suffix in (".npz", ".h5", ".lmdb"):
-        data = write_images(tmp_path / f"cut{suffix}", name=f"regions{suffix}")
-        _cut(data / f"regions{suffix}")
-        message = rf"^raised ValueError .*regions\{suffix}.* truncated"
-        command("train", data, message, *TINY, "--skip-invalid-samples", "--save-dir", tmp_path / "none")
-    data = write_images(tmp_path / "long")
-    _long_caption(data, 104)
-    message = r"^raised ValueError 1 samples are too large: image 104 has 2 regions and a caption of 301 words"
-    command("train", data, message, *TINY, "--save-dir", tmp_path / "none")
-    data = write_images(tmp_path / "nan")
-    spoil_features(data, 102)
-    message = r"^raised ValueError .*regions\.npz: image 102 has features that are NaN or infinite"
-    command("train", data, message, *TINY, "--save-dir", tmp_path / "none")
-    data = write_images(tmp_path / "wider")
-    _wider(data)
-    message = r"^raised ValueError .*the checkpoint has 6 channels per region; those of .*regions\.npz have 7"
-    model = ["--path", tmp_path / "model/checkpoint_last.pt"]
-    command("generate", data, message, *TINY[:2], "--cpu", "--num-workers=0", *model)
-    printed = in_one_process(*commands, check=False)
-    assert "num_updates 1" in printed[0]
-    for text, message in zip(printed, expected):
-        assert re.search(message, text, re.M), (message, text[-1000:])
-    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("*.pt"))
 
 
 def test_a_training_with_every_defect_finishes(tmp_path):
