@@ -16,87 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ..autoload import stand_in_for_mmcv_ext
-from .boxes import bbox_overlaps, line_nms_forward, nms, nms_match, softnms
-from .deformable import (
-    deform_conv_backward_input,
-    deform_conv_backward_parameters,
-    deform_conv_forward,
-    modulated_deform_conv_backward,
-    modulated_deform_conv_forward,
-    ms_deform_attn_backward,
-    ms_deform_attn_forward,
-)
-from .losses import (
-    sigmoid_focal_loss_backward,
-    sigmoid_focal_loss_forward,
-    softmax_focal_loss_backward,
-    softmax_focal_loss_forward,
-)
-from .maps import (
-    carafe_backward,
-    carafe_forward,
-    carafe_naive_backward,
-    carafe_naive_forward,
-    masked_col2im_forward,
-    masked_im2col_forward,
-    psamask_backward,
-    psamask_forward,
-)
-from .regions import (
-    deform_roi_pool_backward,
-    deform_roi_pool_forward,
-    roi_align_backward,
-    roi_align_forward,
-    roi_pool_backward,
-    roi_pool_forward,
-)
-from .sync_bn import (
-    sync_bn_backward_data,
-    sync_bn_backward_param,
-    sync_bn_forward_mean,
-    sync_bn_forward_output,
-    sync_bn_forward_var,
-)
+from . import boxes, deformable, losses, maps, regions, sync_bn  # noqa: F401  their functions enter OPERATORS
+from .calls import OPERATORS
 
-__all__ = [
-    "bbox_overlaps",
-    "carafe_backward",
-    "carafe_forward",
-    "carafe_naive_backward",
-    "carafe_naive_forward",
-    "deform_conv_backward_input",
-    "deform_conv_backward_parameters",
-    "deform_conv_forward",
-    "deform_roi_pool_backward",
-    "deform_roi_pool_forward",
-    "get_compiler_version",
-    "get_compiling_cuda_version",
-    "line_nms_forward",
-    "masked_col2im_forward",
-    "masked_im2col_forward",
-    "modulated_deform_conv_backward",
-    "modulated_deform_conv_forward",
-    "ms_deform_attn_backward",
-    "ms_deform_attn_forward",
-    "nms",
-    "nms_match",
-    "psamask_backward",
-    "psamask_forward",
-    "roi_align_backward",
-    "roi_align_forward",
-    "roi_pool_backward",
-    "roi_pool_forward",
-    "sigmoid_focal_loss_backward",
-    "sigmoid_focal_loss_forward",
-    "softmax_focal_loss_backward",
-    "softmax_focal_loss_forward",
-    "softnms",
-    "sync_bn_backward_data",
-    "sync_bn_backward_param",
-    "sync_bn_forward_mean",
-    "sync_bn_forward_output",
-    "sync_bn_forward_var",
-]
+globals().update(OPERATORS)
+
+__all__ = ["get_compiler_version", "get_compiling_cuda_version"]
+__all__ += sorted(OPERATORS)
 
 NOT_COMPILED = "not compiled: attn_plugins stands in"
 

@@ -13,10 +13,11 @@ from torch import Tensor
 HALVES = (torch.float16, torch.bfloat16)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+OPERATORS: dict[str, Callable[..., Any]] = {}  # what the stand-in offers, by name
 
 
 def operator(function: Function) -> Function:
-    """Run ``function`` without autograd and autocast, as mmcv's compiled functions run."""
+    """Offer ``function``, which runs without autograd and autocast, as mmcv's compiled functions do."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -25,6 +26,7 @@ def operator(function: Function) -> Function:
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else contextlib.nullcontext():
             return function(*args, **kwargs)
 
+    OPERATORS[function.__name__] = call
     return call  # type: ignore[return-value]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,39 +44,15 @@ class Geometry(NamedTuple):
     deformable_group: int
 
     @classmethod
-    def of_v2(
-        cls,
-        kernel_h: int,
-        kernel_w: int,
-        stride_h: int,
-        stride_w: int,
-        pad_h: int,
-        pad_w: int,
-        dilation_h: int,
-        dilation_w: int,
-        group: int,
-        deformable_group: int,
-    ) -> Geometry:
-        """Read the arguments of the modulated convolution."""
-        return cls((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), group, deformable_group)
+    def of(cls, names: Sequence[str], arguments: Mapping[str, int]) -> Geometry:
+        """Read mmcv's arguments, those of rows and columns under ``names``."""
+        values = [arguments[name] for name in names]
+        pairs = [(values[i], values[i + 1]) for i in (0, 2, 4)]
+        return cls(pairs[0], pairs[1], pairs[2], arguments["group"], arguments["deformable_group"])
 
-    @classmethod
-    def of_v1(
-        cls,
-        kW: int,
-        kH: int,
-        dW: int,
-        dH: int,
-        padW: int,
-        padH: int,
-        dilationW: int,
-        dilationH: int,
-        group: int,
-        deformable_group: int,
-        im2col_step: int,
-    ) -> Geometry:
-        """Read the arguments of the convolution without masks."""
-        return cls((dH, dW), (padH, padW), (dilationH, dilationW), group, deformable_group)
+
+V1 = ("dH", "dW", "padH", "padW", "dilationH", "dilationW")  # of the convolution without masks
+V2 = ("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w")  # of the modulated one
 
 
 def _convolve(terms: Terms, geometry: Geometry) -> Tensor:
@@ -126,7 +102,7 @@ def modulated_deform_conv_forward(
     """Write the modulated deformable convolution of ``input`` into ``output`` (Zhu et al. 2019)."""
     offset, mask = (_leading_pixels(maps, output.shape[2:]) for maps in (offset, mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
-    output.copy_(_convolve(terms, Geometry.of_v2(**geometry)))
+    output.copy_(_convolve(terms, Geometry.of(V2, geometry)))
 
 
 @operator
@@ -153,7 +129,7 @@ def modulated_deform_conv_backward(
     offset, mask, grad_offset, grad_mask = (_leading_pixels(m, size) for m in (offset, mask, grad_offset, grad_mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
     targets = Terms(grad_input, grad_offset, grad_weight, grad_bias if with_bias else None, grad_mask)
-    _add_gradients(targets, grad_output, terms, Geometry.of_v2(**geometry))
+    _add_gradients(targets, grad_output, terms, Geometry.of(V2, geometry))
 
 
 @operator
@@ -161,7 +137,7 @@ def deform_conv_forward(
     input: Tensor, weight: Tensor, offset: Tensor, output: Tensor, columns: Tensor, ones: Tensor, **geometry: int
 ) -> None:
     """Write the deformable convolution of ``input`` into ``output`` (Dai et al. 2017)."""
-    output.copy_(_convolve(Terms(input, offset, weight, None, None), Geometry.of_v1(**geometry)))
+    output.copy_(_convolve(Terms(input, offset, weight, None, None), Geometry.of(V1, geometry)))
 
 
 @operator
@@ -177,7 +153,7 @@ def deform_conv_backward_input(
 ) -> None:
     """Add the gradients of input and offset."""
     targets = Terms(gradInput, gradOffset, None, None, None)  # type: ignore[arg-type]
-    _add_gradients(targets, gradOutput, Terms(input, offset, weight, None, None), Geometry.of_v1(**geometry))
+    _add_gradients(targets, gradOutput, Terms(input, offset, weight, None, None), Geometry.of(V1, geometry))
 
 
 @operator
@@ -195,7 +171,7 @@ def deform_conv_backward_parameters(
     """Add the gradient of the weight, times ``scale``."""
     targets = Terms(None, None, gradWeight, None, None)  # type: ignore[arg-type]
     terms = Terms(input, offset, gradWeight, None, None)  # the weight's values do not matter to its gradient
-    _add_gradients(targets, gradOutput, terms, Geometry.of_v1(**geometry), scale)
+    _add_gradients(targets, gradOutput, terms, Geometry.of(V1, geometry), scale)
 
 
 @operator

@@ -87,6 +87,7 @@ def carafe_naive_backward(
     mask_grad += of_masks
 
 
+@operator
 def carafe_forward(
     features: Tensor,
     masks: Tensor,
@@ -103,6 +104,7 @@ def carafe_forward(
     carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor)
 
 
+@operator
 def carafe_backward(
     top_grad: Tensor,
     rfeatures: Tensor,
