@@ -17,20 +17,6 @@ from .. import modules
 from ..modules.maps.augmented_conv import widths
 
 
-def _offset_groups(options: dict[str, Any]) -> dict[str, Any]:
-    """Rename ``deform_groups``, the toolkits' name, to ``offset_groups``."""
-    if "deform_groups" not in options:
-        return options
-    if "offset_groups" in options:
-        raise ValueError(
-            f"deform_groups is another name of offset_groups: give one of them, got deform_groups="
-            f"{options['deform_groups']} and offset_groups={options['offset_groups']}"
-        )
-    options = dict(options)
-    options["offset_groups"] = options.pop("deform_groups")
-    return options
-
-
 class Reinitialised(nn.Module):
     """Mixin that initialises a layer again after ``init_cfg`` rules."""
 
@@ -72,26 +58,30 @@ class NonLocalAttention3d(Reinitialised, modules.NonLocal3d):
     """:class:`attn_plugins.modules.NonLocal3d` under a name like that for maps."""
 
 
-class DeformableConv2d(modules.DeformableConv2d):
+class Deformable(nn.Module):
+    """Mixin that also accepts ``deform_groups``, the toolkits' name of ``offset_groups``."""
+
+    def __init__(self, *args: Any, **options: Any):
+        if "deform_groups" in options:
+            if "offset_groups" in options:
+                raise ValueError(
+                    f"deform_groups is another name of offset_groups: give one of them, got deform_groups="
+                    f"{options['deform_groups']} and offset_groups={options['offset_groups']}"
+                )
+            options["offset_groups"] = options.pop("deform_groups")
+        super().__init__(*args, **options)
+
+    def init_weights(self) -> None:
+        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
+        constant_init(self.conv_offset, 0)
+
+
+class DeformableConv2d(Deformable, modules.DeformableConv2d):
     """:class:`attn_plugins.modules.DeformableConv2d`, which also accepts ``deform_groups`` for ``offset_groups``."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **_offset_groups(options))
 
-    def init_weights(self) -> None:
-        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
-        constant_init(self.conv_offset, 0)
-
-
-class DeformableConv1d(modules.DeformableConv1d):
+class DeformableConv1d(Deformable, modules.DeformableConv1d):
     """:class:`attn_plugins.modules.DeformableConv1d`, which also accepts ``deform_groups`` for ``offset_groups``."""
-
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **_offset_groups(options))
-
-    def init_weights(self) -> None:
-        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
-        constant_init(self.conv_offset, 0)
 
 
 class AAConv2d(Reinitialised, modules.AAConv2d):
