@@ -20,6 +20,7 @@ from mmseg.structures import SegDataSample
 import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
 from tests.mm.made_up_faces import HELEN, SWAPPED, draw_face
+from tests.mm.mm_helpers import ROOT
 from tools.datasets import face_parsing as tool
 from tools.datasets.face_alignment import Request
 
@@ -253,62 +254,30 @@ def test_the_scores_need_class_names():
 
 
 def test_mmengines_runner_trains_and_scores_helen(helen, tmp_path):
+    """In a config of this package, narrowed to one stage."""
     tool.build("helen", helen[0], tmp_path / "out")
-    norm = dict(type="BN", requires_grad=True)
-
-    def loader(split, pipeline, **options):
-        prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
-        data = dict(type="HELENDataset", data_root=str(tmp_path / "out"), data_prefix=prefix, pipeline=pipeline)
-        return dict(batch_size=2, num_workers=0, dataset=data, **options)
-
+    config = Config.fromfile(ROOT / "configs/mmseg/digits/fcn_narrow-r18_digits.py")
     resize = dict(type="Resize", scale=(64, 48), keep_ratio=False)
     flip = dict(type="RandomFlip", prob=0.5, swap_seg_labels=[(2, 3), (4, 5)])
     pack = dict(type="PackSegInputs")
-    config = Config(
-        dict(
-            default_scope="mmseg",
-            custom_imports=dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False),
-            work_dir=str(tmp_path / "work"),
-            randomness=dict(seed=0),
-            model=dict(
-                type="EncoderDecoder",
-                data_preprocessor=dict(
-                    type="SegDataPreProcessor", mean=[128.0] * 3, std=[64.0] * 3, size=(48, 64), seg_pad_val=255
-                ),
-                backbone=dict(
-                    type="ResNetV1c",
-                    depth=18,
-                    base_channels=16,
-                    stem_channels=16,
-                    num_stages=1,
-                    strides=(1,),
-                    dilations=(1,),
-                    out_indices=(0,),
-                    norm_cfg=norm,
-                    norm_eval=False,
-                ),
-                decode_head=dict(
-                    type="FCNHead",
-                    in_channels=16,
-                    channels=16,
-                    num_convs=1,
-                    num_classes=11,
-                    norm_cfg=norm,
-                    dropout_ratio=0.0,
-                ),
-                test_cfg=dict(mode="whole"),
-            ),
-            train_dataloader=loader("train", [*LOAD, resize, flip, pack], sampler=dict(type="InfiniteSampler")),
-            val_dataloader=loader("val", [LOAD[0], resize, LOAD[1], pack], sampler=dict(type="DefaultSampler")),
-            train_cfg=dict(type="IterBasedTrainLoop", max_iters=40, val_interval=40),
-            val_cfg=dict(type="ValLoop"),
-            val_evaluator=dict(type="FaceParsingMetric"),
-            optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.01)),
-            default_hooks=dict(
-                logger=dict(type="LoggerHook", interval=100), checkpoint=dict(type="CheckpointHook", interval=100)
-            ),
+    for split, loader, pipeline in (
+        ("train", config.train_dataloader, [*LOAD, resize, flip, pack]),
+        ("val", config.val_dataloader, [LOAD[0], resize, LOAD[1], pack]),
+    ):
+        prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
+        loader.update(batch_size=2, num_workers=0, persistent_workers=False)
+        loader.dataset = dict(
+            type="HELENDataset", data_root=str(tmp_path / "out"), data_prefix=prefix, pipeline=pipeline
         )
-    )
+    config.model.data_preprocessor.size = (48, 64)
+    config.model.backbone.update(num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,))
+    config.model.decode_head.update(in_channels=16, in_index=0, channels=16, dropout_ratio=0.0)
+    config.model.decode_head.loss_decode = dict(type="CrossEntropyLoss")
+    config.train_cfg.update(max_iters=40, val_interval=40)
+    config.optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.01))
+    config.val_evaluator = dict(type="FaceParsingMetric")
+    config.param_scheduler = config.test_dataloader = config.test_evaluator = config.test_cfg = None
+    config.work_dir = str(tmp_path / "work")
     runner = Runner.from_cfg(config)
     before = runner.val()
     runner.train()
