@@ -210,16 +210,6 @@ def test_beam_search_projects_the_source_once(recurrence):
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
-@pytest.mark.parametrize("alignment", SCORES)
-def test_half_precision(alignment, recurrence):
-    """In bfloat16, as with ``--bf16``, softmax rows still sum to one up to rounding."""
-    model = build(alignment, recurrence=recurrence).bfloat16().eval()
-    output, matrix = model(**batch(model))
-    assert output.dtype == matrix.dtype == torch.bfloat16
-    torch.testing.assert_close(matrix.float().sum(2), torch.ones(3, 5), rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_adaptive_softmax_and_shared_embeddings(recurrence):
     options = dict(criterion="adaptive_loss", adaptive_softmax_cutoff="8,12", share_all_embeddings=True)
     model = build("scaled-dot", recurrence=recurrence, **options)

@@ -17,6 +17,8 @@ from tests.fairseq.fairseq_helpers import ROOT, WORDS, fairseq
 
 pytest.importorskip("fairseq")
 
+from fairseq.data import Dictionary
+
 from tools.average_checkpoints import main as average_checkpoints
 
 MIXED = ["--arch=spatial_transformer_tiny", "--encoder-attention=0110", "--decoder-attention=bilateral"]
@@ -181,7 +183,7 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     text = data.parent
     prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]
     fits = ["--tokens-per-sample=16", "--required-batch-size-multiple=1"]
-    model = ["--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110", "--deformable", "--max-update=2"]
+    model = ["--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110", "--deformable", "--max-update=12"]
     language_model = ["--task=language_modeling", *model, *fits, *CPU, *RUN, "--no-epoch-checkpoints"]
     halves = {
         option: train_command(data, tmp_path / option.strip("-"), *CPU, "--max-update=2", option)[1:]
@@ -199,8 +201,9 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
         ["generate", *generate, "--fp16"],
         ["interactive", *generate, *INTERACTIVE, "--input", tmp_path / "lines", *skip],
     )
-    assert "num_updates 2" in logs[1]
-    assert re.search(r"Loss \(base 2\): [\d.]+, Perplexity: [\d.]+", logs[2])
+    assert "num_updates 12" in logs[1]
+    perplexity = re.search(r"Loss \(base 2\): [\d.]+, Perplexity: ([\d.]+)", logs[2])
+    assert 1 < float(perplexity[1]) < len(Dictionary.load(str(lm / "dict.txt")))
     assert "num_updates 2" in logs[3]
     assert "num_updates 2" in logs[4]
     assert "Translated 8 sentences" in logs[5]

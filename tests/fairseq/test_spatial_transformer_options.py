@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 pytest.importorskip("fairseq")
 
 from fairseq.checkpoint_utils import load_model_ensemble
-from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, build_model
 from omegaconf import OmegaConf
 
 from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
 from attn_plugins.fairseq.spatial_transformer_lm import SpatialTransformerLanguageModel, spatial_transformer_lm_tiny
 from attn_plugins.modules import BilateralSelfAttention, DynamicConv1d
-from tests.fairseq.fairseq_helpers import Task, batch, fairseq, generate, train
+from tests.fairseq.fairseq_helpers import Task, batch, generate, train
 
 SMALL = {
     f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in (("embed_dim", 32), ("ffn_embed_dim", 16))
@@ -312,25 +310,6 @@ def test_console_scripts_translate_and_align(data, tmp_path):
         torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
     with pytest.raises(ValueError, match=r"the checkpoint does not fit this model \(missing:"):
         load_model_ensemble([str(checkpoint)], {"decoder_attention": "0010", "decoder_kernel_sizes": None})
-
-
-@pytest.mark.slow
-def test_console_scripts_model_language(data, tmp_path):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    shutil.copy(data / "dict.en.txt", folder / "dict.txt")
-    for split in ("train", "valid", "test"):
-        for end in ("bin", "idx"):
-            shutil.copy(data / f"{split}.en-de.en.{end}", folder / f"{split}.{end}")
-    options = ["--task=language_modeling", "--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110"]
-    options += ["--deformable", "--tokens-per-sample=16", "--required-batch-size-multiple=1"]
-    checkpoint = train(folder, tmp_path, *options)
-    log = fairseq(
-        "eval-lm", folder, "--user-dir=plugins/fairseq", "--path", checkpoint, "--tokens-per-sample=16", "--cpu",
-        "--required-batch-size-multiple=1", "--num-workers=0",
-    )  # fmt: skip
-    perplexity = float(log.rpartition("Perplexity: ")[2].split()[0])
-    assert 1 < perplexity < len(Dictionary.load(str(folder / "dict.txt")))
 
 
 def test_shaw_takes_its_distance_and_its_vectors():

@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
+from tests.helpers.memory_format_checks import check_memory_format, has_format
 from tests.mm.drop_in_helpers import STOCK, drop_in, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import without_downloads
 from tests.mm.mmcv_deform_conv import peer
@@ -130,6 +131,35 @@ def test_a_foreign_layer_under_a_name_is_an_error_and_nothing_is_replaced(monkey
     assert MODELS.get("DCN") is DeformConv2dPack
     assert MODELS.get("CrissCrossAttention") is CrissCrossAttention
     assert sys.modules["mmcv.ops.cc_attention"].CrissCrossAttention is CrissCrossAttention
+
+
+# --- memory formats --------------------------------------------------------------------------------------------------
+
+LAYERS = dict(
+    CrissCrossAttention=dict(),
+    DCN=dict(out_channels=24, kernel_size=3, padding=1),
+    DCNv2=dict(out_channels=24, kernel_size=3, padding=1),
+    GeneralizedAttention=dict(num_heads=2),
+)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("size", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("name", drop_in.REPLACEMENTS)
+def test_a_drop_in_answers_in_the_format_of_its_input(name, size, autocast):
+    torch.manual_seed(0)
+    check_memory_format(drop_in.REPLACEMENTS[name](in_channels=16, **LAYERS[name]), (2, 16, *size), autocast)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_mmcvs_layer_answers_a_contiguous_map_with_one(name):
+    """Users may rely on this, for example by ``output.view(-1)``."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, 6, 6)
+    for layer in (STOCK[name], drop_in.REPLACEMENTS[name]):
+        output = layer(in_channels=16, **LAYERS[name])(x)
+        assert has_format(output, "contiguous")
+        assert output.view(-1).shape == (output.numel(),)
 
 
 # --- mmseg's CCNet ------------------------------------------------------------------------------------------------
