@@ -1,4 +1,4 @@
-"""The recipes in configs/fairseq: fairseq-hydra-train reads them, and at small widths they train and translate."""
+"""The recipes in configs/fairseq and its folder recurrent: at small widths they train and translate."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ pytest.importorskip("fairseq")
 from fairseq import checkpoint_utils, tasks
 from fairseq.models import ARCH_CONFIG_REGISTRY
 
+from attn_plugins.fairseq.aligned_lstm import BahdanauLSTMDecoder
 from attn_plugins.fairseq.spatial_transformer_options import SpatialTransformerConfig, checked
 from tests.fairseq.recipe_helpers import (
     by_command_line,
@@ -35,6 +36,10 @@ ATTENTIONS = sorted(path.stem for path in CONFIGS.glob("attention/*.yaml"))
 SMALL = ["embed_dim=16", "ffn_embed_dim=16", "attention_heads=2", "layers=2"]
 README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
+RECURRENT = CONFIGS / "recurrent"
+RECURRENT_RECIPES = sorted(path.stem for path in RECURRENT.glob("*.yaml") if path.stem != "shared")
+RECURRENT_README = (RECURRENT / "README.md").read_text(encoding="utf-8")
+NARROW = ["encoder_hidden_size=8", "decoder_hidden_size=16", "encoder_embed_dim=12", "decoder_embed_dim=12"]
 
 
 def small(data: Path, folder: Path) -> list[str]:
@@ -53,6 +58,16 @@ def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
     return state["cfg"], model, task
 
 
+def translation(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
+    """Return the configuration, the model and the best translation of a sentence of two words."""
+    cfg, model, task = trained(folder)
+    source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
+    sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
+    hypotheses = task.build_generator([model], cfg.generation).generate([model], sample)
+    assert hypotheses[0][0]["score"].isfinite()
+    return cfg, model, hypotheses[0][0]
+
+
 @pytest.mark.parametrize(
     "recipe, attention",
     [(recipe, None) for recipe in RECIPES if recipe != "gettext"]
@@ -60,14 +75,21 @@ def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 )
 def test_every_recipe_trains_and_translates(recipe, attention, joined, tmp_path):
     hydra_main(recipe, *small(joined, tmp_path), *([] if attention is None else [f"attention={attention}"]))
-    cfg, model, task = trained(tmp_path)
+    cfg, model, _ = translation(tmp_path)
     schedule = "cosine" if recipe.endswith("_big") else "inverse_sqrt"
     assert (cfg.criterion.label_smoothing, cfg.lr_scheduler._name) == (0.1, schedule)
     assert model.encoder.embed_tokens.weight is model.decoder.output_projection.weight  # joined dictionary
-    source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
-    sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
-    hypotheses = task.build_generator([model], cfg.generation).generate([model], sample)
-    assert hypotheses[0][0]["score"].isfinite()
+
+
+@pytest.mark.parametrize("recipe", RECURRENT_RECIPES)
+def test_every_recurrent_recipe_trains_and_translates(recipe, joined, tmp_path):
+    run = [f"task.data={joined}", "task.source_lang=en", "task.target_lang=de", f"checkpoint.save_dir={tmp_path}"]
+    run += ["common.cpu=true", "dataset.num_workers=0", "optimization.max_update=1", "dataset.batch_size=40"]
+    narrow = [f"++model.{size}" for size in NARROW if recipe != "gettext"]  # gettext is small already
+    hydra_main_of(RECURRENT, recipe, *run, *narrow)
+    _, model, best = translation(tmp_path)
+    assert isinstance(model.decoder, BahdanauLSTMDecoder)
+    assert best["attention"].shape[0] == 3
 
 
 PAPERS = {
@@ -119,6 +141,31 @@ def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
             assert {name: cfg[part][name] for name in values} == values
 
 
+@pytest.mark.parametrize("recurrence, alignment", [("luong", "dot"), ("bahdanau", "cosine")])
+def test_other_recurrences_and_alignments_build(recurrence, alignment, joined):
+    choice = [f"model.recurrence={recurrence}", f"model.alignment={alignment}"]
+    cfg = composed_of(RECURRENT, "gettext", f"task.data={joined}", *choice)
+    assert cfg.checkpoint.save_dir == f"checkpoints/gettext_{recurrence}_{alignment}"
+    model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    assert model.decoder.attention.attention.score_name == alignment
+    assert isinstance(model.decoder, BahdanauLSTMDecoder) == (recurrence == "bahdanau")
+
+
+def test_the_sizes_of_bahdanau(joined):
+    """The sizes of Bahdanau, Cho and Bengio (2015), appendix A."""
+    cfg = composed_of(RECURRENT, "wmt14_en_fr", f"task.data={joined}", "task.target_lang=de")
+    check_keys(cfg)
+    with torch.device("meta"):
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    decoder = model.decoder
+    assert (model.encoder.lstm.hidden_size, model.encoder.lstm.bidirectional) == (1000, True)
+    assert model.encoder.embed_tokens.embedding_dim == decoder.embed_tokens.embedding_dim == 620
+    assert (decoder.layers[0].input_size, decoder.layers[0].hidden_size) == (620 + 2000, 1000)
+    assert decoder.attention.attention.score.vector.shape == (1000,)
+    assert decoder.fc_out.in_features == 500
+    assert (cfg.dataset.batch_size, cfg.optimizer.adadelta_rho, cfg.optimizer.adadelta_eps) == (80, 0.95, 1e-6)
+
+
 SAME = {
     "checkpoint": ["save_dir", "keep_last_epochs", "no_epoch_checkpoints"],
     "dataset": ["max_tokens"],
@@ -128,6 +175,7 @@ SAME = {
 
 def test_every_recipe_is_given_as_one_command():
     assert len(one_line_commands(README)) == len(RECIPES)
+    assert len(one_line_commands(RECURRENT_README)) == len(RECURRENT_RECIPES) == 2
 
 
 @pytest.mark.parametrize("command", one_line_commands(README))
@@ -143,6 +191,27 @@ def test_the_one_line_commands_are_the_recipes(command, joined):
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
     models = [vars(checked(each.model, SpatialTransformerConfig)) for each in (line, cfg)]
     assert models[0] == models[1]
+
+
+@pytest.mark.parametrize("command", one_line_commands(RECURRENT_README))
+def test_the_one_line_commands_are_the_recurrent_recipes(command, joined):
+    words = shlex.split(command)[1:]
+    recipe = Path(words[words.index("--save-dir") + 1]).name.removesuffix("_bahdanau_additive")
+    cfg, line = composed_of(RECURRENT, recipe, f"task.data={joined}"), by_command_line(words)
+    for node in "criterion", "optimizer", "lr_scheduler", "optimization":
+        found = vars(line[node]) if node == "optimizer" and recipe == "wmt14_en_fr" else dict(line[node])
+        assert {name: found[name] for name in cfg[node]} == dict(cfg[node]), node
+    for node, names in dict(
+        checkpoint=["save_dir", "keep_last_epochs", "no_epoch_checkpoints"],
+        dataset=["max_tokens", "batch_size", "num_workers", "skip_invalid_size_inputs_valid_test"],
+        common=["cpu", "user_dir"],
+        task=["source_lang", "target_lang", "max_source_positions", "max_target_positions"],
+    ).items():
+        assert {name: line[node][name] for name in names} == {name: cfg[node][name] for name in names}
+    ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
+    options = vars(line.model) if not hasattr(line.model, "keys") else line.model
+    differ = {name for name in cfg.model if name not in ("_name", "criterion") and options[name] != cfg.model[name]}
+    assert differ == set()
 
 
 def documented() -> list[Any]:
