@@ -9,7 +9,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-import attn_plugins.timm
+import attn_plugins.timm  # noqa: F401 - registers the models
 from attn_plugins.modules import WindowSelfAttention
 from attn_plugins.timm.swin import WIDTHS, SwinAttention
 
@@ -41,13 +41,11 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_names_are_registered_and_timms_weights_fit(name):
+def test_timms_weights_and_configuration_fit(name):
     with torch.device("meta"):
         ours, stock = timm.create_model(name), timm.create_model(NAMES[name])
     shapes = [{key: (t.shape, t.dtype) for key, t in model.state_dict().items()} for model in (ours, stock)]
     assert shapes[0] == shapes[1]
-    assert name in attn_plugins.timm.__all__
-    assert not timm.is_model_pretrained(name)
     cfg = timm.get_pretrained_cfg(name)
     theirs = timm.get_pretrained_cfg(NAMES[name])
     for field in ("input_size", "pool_size", "crop_pct", "interpolation", "mean", "std", "first_conv", "classifier"):
