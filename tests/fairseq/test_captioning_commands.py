@@ -59,6 +59,7 @@ def _long_caption(folder: Path, image: int) -> None:
     change(folder / "captions.json", lambda c: c["annotations"][2 * (image - 100)].update(caption="a " * 300))
 
 
+@pytest.mark.slow
 def test_a_training_with_every_defect_finishes(tmp_path):
     """With all kinds of bad samples at once, one found only during the run, the run finishes and reports the count."""
     data = write_images(tmp_path / "data", number=48)

@@ -31,12 +31,8 @@ from tests.mm.mm_helpers import without_downloads
 H, W = 96, 128
 MMDET = [
     "detr/detr_r50_8xb2-150e_coco",
-    "conditional_detr/conditional-detr_r50_8xb2-50e_coco",
-    "dab_detr/dab-detr_r50_8xb2-50e_coco",
     "deformable_detr/deformable-detr_r50_16xb2-50e_coco",
-    "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco",
     "dino/dino-4scale_r50_8xb2-12e_coco",
-    "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
     "maskformer/maskformer_r50_ms-16xb1-75e_coco",
     "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco",
 ]
@@ -148,15 +144,20 @@ def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor]
     return output, losses, gradients
 
 
-MASK2FORMER = [
-    pytest.param("mmdet", f"mask2former/mask2former_r50_8xb2-lsj-50e_coco{kind}", marks=pytest.mark.slow)
-    for kind in ("", "-panoptic")
+MORE = [  # of the kinds above
+    pytest.param("mmdet", name, marks=pytest.mark.slow)
+    for name in (
+        "conditional_detr/conditional-detr_r50_8xb2-50e_coco",
+        "dab_detr/dab-detr_r50_8xb2-50e_coco",
+        "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco",
+        "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
+        "mask2former/mask2former_r50_8xb2-lsj-50e_coco",
+        "mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic",
+    )
 ]
 
 
-@pytest.mark.parametrize(
-    ("package", "name"), [*(("mmdet", n) for n in MMDET), *MASK2FORMER, *(("mmseg", n) for n in MMSEG)]
-)
+@pytest.mark.parametrize(("package", "name"), [*(("mmdet", n) for n in MMDET), *MORE, *(("mmseg", n) for n in MMSEG)])
 def test_upstream_models_compute_the_same(package, name):
     """The maps of Swin, of 24 × 32 and less, do not divide into windows of 7."""
     model = build(package, name)

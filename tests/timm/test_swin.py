@@ -192,6 +192,17 @@ def test_other_sizes(name, shift):
         assert close(ours(picture((48, 80))), stock(picture((48, 80))))
 
 
+@torch.no_grad()
+def test_a_trace_of_bilateral_windows_serves_other_sizes():
+    """Their masks, unlike those of tables alone, are one for each group of windows."""
+    model = build(V1, strict_img_size=False, position="table+bilateral", kernel_size=3)
+    for module in model.modules():
+        if isinstance(module, SwinAttention):
+            nn.init.ones_(module.gate)
+    traced = torch.jit.trace(model, picture((64, 64)), check_trace=False)
+    assert close(traced(picture((52, 68))), model(picture((52, 68))))
+
+
 def test_checkpoints_of_other_windows():
     """Tables are interpolated as by timm's filter."""
     from attn_plugins.timm.swin import _filter
