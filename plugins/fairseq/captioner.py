@@ -192,7 +192,7 @@ class ModalitiesEncoder(FairseqEncoder):
         return int(1e6)
 
 
-class CaptionerDecoder(FairseqIncrementalDecoder):
+class StepwiseDecoder(FairseqIncrementalDecoder):
     """Base class of decoders; subclasses implement ``advance`` and create the ``classifier`` ``output_projection``.
 
     Args:

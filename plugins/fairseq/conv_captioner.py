@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..modules import GatedConvBlock, Modality
 from ..modules.captioning.gated_conv import NormalisedConv1d
-from .captioner import CaptionerDecoder, classifier, set_sizes
-from .plain_captioner import SOURCES, FusingConfig, FusingModel
+from .captioner import set_sizes
+from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 
 BASE = {"embed_dim": 512, "layers": 3, "kernel_size": 5}
 
@@ -39,8 +39,7 @@ class ConvCaptionerDecoder(CaptionerDecoder):
     model = "conv_captioner"
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
-        super().__init__(cfg, dictionary, embed_tokens)
-        self.output_projection = classifier(cfg, dictionary, embed_tokens)
+        super().__init__(cfg, dictionary, embed_tokens, visual_dim)
         if cfg.layers < 1:
             raise ValueError(f"--layers must be at least 1, got {cfg.layers}")
         C, options = cfg.embed_dim, (cfg.kernel_size, SOURCES[str(cfg.fusion)], cfg.dropout)
@@ -51,7 +50,7 @@ class ConvCaptionerDecoder(CaptionerDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[tuple[Tensor, ...]]
     ) -> tuple[Tensor, dict[str, list[Tensor]], tuple[Tensor, ...]]:
-        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
+        """Continue after ``state``; see :meth:`StepwiseDecoder.advance`."""
         words = self.dropout(words)
         x, states = self.input_projection(words), []
         weights: dict[str, list[Tensor]] = {}

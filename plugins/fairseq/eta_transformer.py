@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..modules import SequenceCache
 from ..modules.captioning.entangled_attention import ACTIVATIONS, Modality
 from ..modules.captioning.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
-from .captioner import CaptionerConfig, CaptionerDecoder, CaptionerModel, ModalitiesEncoder, classifier, set_sizes
+from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, StepwiseDecoder, classifier, set_sizes
 
 Caches = list[dict[str, SequenceCache]]
 UNREAD = Modality(torch.empty(0), None)  # of a fusion of the other modality
@@ -87,7 +87,7 @@ class EtaEncoder(ModalitiesEncoder):
         return self.blocks(regions, attributes, regions_padding_mask, padding)
 
 
-class EtaDecoder(CaptionerDecoder):
+class EtaDecoder(StepwiseDecoder):
     """Decoder with positions whose blocks attend to both modalities."""
 
     model = "eta_transformer"
@@ -102,7 +102,7 @@ class EtaDecoder(CaptionerDecoder):
         self.output_projection = classifier(cfg, dictionary, embed_tokens)
 
     def embed(self, tokens: Tensor, steps: int) -> Tensor:
-        """Embed tokens and their positions; see :meth:`CaptionerDecoder.embed`."""
+        """Embed tokens and their positions; see :meth:`StepwiseDecoder.embed`."""
         return self.dropout(super().embed(tokens, steps) + self.embed_positions(tokens)[:, steps:])
 
     def start(self) -> Caches:
@@ -112,7 +112,7 @@ class EtaDecoder(CaptionerDecoder):
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[Caches]
     ) -> tuple[Tensor, dict[str, list[Tensor]], Optional[Caches]]:
-        """Continue after ``state``, the blocks' caches; see :meth:`CaptionerDecoder.advance`. It returns no weights."""
+        """Continue after ``state``, the blocks' caches; see :meth:`StepwiseDecoder.advance`. It returns no weights."""
         visual, semantic = (memory.get(name, UNREAD) for name in ("visual", "semantic"))
         for i, block in enumerate(self.blocks):
             words = block(words, visual, semantic, caches=None if state is None else state[i])

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..modules import AttendedLSTM, Modality
 from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES
 from ..modules.sequences.attended_lstm import AttendedLSTMState
-from .captioner import CaptionerDecoder, classifier, set_sizes
-from .plain_captioner import SOURCES, FusingConfig, FusingModel
+from .captioner import set_sizes
+from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 
 BASE = {"embed_dim": 512, "layers": 1}
 
@@ -41,15 +41,14 @@ class LSTMCaptionerDecoder(CaptionerDecoder):
     model = "lstm_captioner"
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
-        super().__init__(cfg, dictionary, embed_tokens)
-        self.output_projection = classifier(cfg, dictionary, embed_tokens)
+        super().__init__(cfg, dictionary, embed_tokens, visual_dim)
         score: Any = str(cfg.alignment)
         self.lstm = AttendedLSTM(cfg.embed_dim, SOURCES[str(cfg.fusion)], cfg.layers, score, cfg.dropout)
 
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[AttendedLSTMState]
     ) -> tuple[Tensor, dict[str, list[Tensor]], AttendedLSTMState]:
-        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
+        """Continue after ``state``; see :meth:`StepwiseDecoder.advance`."""
         features, weights, state = self.lstm(words, memory, state)
         return features, {name: [alignment] for name, alignment in weights.items()}, state
 

@@ -11,7 +11,7 @@ from fairseq.dataclass import ChoiceEnum
 from torch import Tensor, nn
 
 from ..modules import Modality
-from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder
+from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, StepwiseDecoder, classifier
 
 SOURCES = {"visual": ("visual",), "semantic": ("semantic",), "parallel": ("visual", "semantic")}  # by --fusion
 
@@ -51,6 +51,14 @@ class ProjectingEncoder(ModalitiesEncoder):
             features, padding = self.attributes(src_tokens)
             semantic = Modality(self.dropout(features), padding)
         return visual, semantic
+
+
+class CaptionerDecoder(StepwiseDecoder):
+    """Base class of decoders that return the weights of their attention to regions and attributes."""
+
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
+        super().__init__(cfg, dictionary, embed_tokens)
+        self.output_projection = classifier(cfg, dictionary, embed_tokens)
 
 
 class FusingModel(CaptionerModel):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ..modules import Modality, ShowAttendTell
 from ..modules.captioning.show_attend_tell import ShowAttendTellState
-from .captioner import CaptionerConfig, CaptionerDecoder, CaptionerModel, ModalitiesEncoder, classifier, set_sizes
+from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, set_sizes
+from .plain_captioner import CaptionerDecoder
 
 BASE = {"embed_dim": 512, "hidden_dim": 512, "attention_dim": 512}
 
@@ -51,14 +52,13 @@ class ShowAttendTellDecoder(CaptionerDecoder):
     model = "show_attend_tell"
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: int) -> None:
-        super().__init__(cfg, dictionary, embed_tokens)
-        self.output_projection = classifier(cfg, dictionary, embed_tokens)
+        super().__init__(cfg, dictionary, embed_tokens, visual_dim)
         self.lstm = ShowAttendTell(cfg.embed_dim, visual_dim, cfg.hidden_dim, cfg.attention_dim, cfg.dropout)
 
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[ShowAttendTellState]
     ) -> tuple[Tensor, dict[str, list[Tensor]], ShowAttendTellState]:
-        """Continue after ``state``; see :meth:`CaptionerDecoder.advance`."""
+        """Continue after ``state``; see :meth:`StepwiseDecoder.advance`."""
         features, alignment, state = self.lstm(words, *memory["visual"], state)
         return features, {"visual": [alignment]}, state
 
