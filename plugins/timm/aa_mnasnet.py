@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from timm.layers import to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._efficientnet_blocks import InvertedResidual
@@ -15,7 +14,7 @@ from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
 from .aa_resnet import augment
-from .conventions import imagenet_cfg, register_models, table_names
+from .conventions import Augmented, imagenet_cfg, register_models
 
 # MnasNet-A1 in timm's notation (Tan et al. 2019, Figure 7), one stage per line.
 STAGES = (
@@ -31,7 +30,7 @@ FIRST_AUGMENTED = 2  # the stage that reduces 56×56 to 28×28
 POOLED_REDUCTION = 8
 
 
-class AAMnasNet(EfficientNet):
+class AAMnasNet(Augmented, EfficientNet):
     """MnasNet-A1 with augmented pointwise expansions in its last 13 blocks (Bello et al. 2019, section 4.3).
 
     An expansion runs at its block's input resolution. At an eighth of the image resolution (28×28 of 224×224) or above,
@@ -85,11 +84,6 @@ class AAMnasNet(EfficientNet):
                     _initialise(block.conv_pw)
                 stride = block.conv_dw.stride[0]
                 H, W, reduction = -(-H // stride), -(-W // stride), reduction * stride
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the relative position tables."""
-        return table_names(self)
 
 
 def _initialise(layer: AAConv2d) -> None:

@@ -16,7 +16,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import imagenet_cfg, initialise_ours, register_models, table_names
+from .conventions import Augmented, imagenet_cfg, initialise_ours, register_models
 
 LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -78,7 +78,7 @@ class AABottleneck(Bottleneck):
         self.conv2 = augment(self.conv2, size, **augmentation)  # type: ignore[assignment]
 
 
-class AAResNet(ResNet):
+class AAResNet(Augmented, ResNet):
     """ResNet of timm with attention-augmented blocks in its last three stages (Bello et al. 2019, section 4.2).
 
     Attention runs at each block's output resolution; in layer2, which has the largest maps, these are first
@@ -139,11 +139,6 @@ class AAResNet(ResNet):
         """Initialise by timm's rules, and the attention's parts like the paper's code."""
         super().init_weights(zero_init_last=zero_init_last)
         initialise_ours(self)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the relative position tables."""
-        return table_names(self)
 
 
 default_cfgs = generate_default_cfgs({f"aa_resnet{depth}": imagenet_cfg() for depth in LAYERS})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import imagenet_cfg, initialise_ours, register_models, table_names
+from .conventions import Augmented, imagenet_cfg, initialise_ours, register_models
 
 
 class AAWideBlock(nn.Module):
@@ -78,7 +78,7 @@ def _attention(name: str | None, channels: int, arguments: dict[str, Any]) -> nn
         ) from error
 
 
-class AAWideResNet(nn.Module):
+class AAWideResNet(Augmented):
     """Wide-ResNet for small images with an augmented first convolution in each block (Bello et al. 2019, section 4.1).
 
     Args:
@@ -165,11 +165,6 @@ class AAWideResNet(nn.Module):
             elif isinstance(module, nn.BatchNorm2d):
                 module.reset_parameters()
         initialise_ours(self)
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        """Return the names of the relative position tables."""
-        return table_names(self)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import register_notrace_module
 from timm.models import register_model
@@ -33,6 +34,12 @@ def imagenet_cfg(**changes: Any) -> dict[str, Any]:
         classifier="fc",
     )
     return {**cfg, **changes}
+
+
+def transformer_cfg(**changes: Any) -> dict[str, Any]:
+    """Return timm's default configuration of a ViT for images of one size, without weights."""
+    cfg = dict(pool_size=None, crop_pct=0.9, interpolation="bicubic", fixed_input_size=True)
+    return imagenet_cfg(**{**cfg, "first_conv": "patch_embed.proj", "classifier": "head", **changes})
 
 
 def register_models(create: Callable[..., nn.Module], models: Mapping[str, str]) -> dict[str, Callable[..., nn.Module]]:
@@ -67,15 +74,19 @@ def initialise_ours(model: nn.Module) -> None:
             module.reset_parameters()
 
 
-def table_names(model: nn.Module) -> set[str]:
-    """Return the names of all relative position tables, which are exempt from weight decay."""
-    return {
-        f"{prefix}.{name}"
-        for prefix, module in model.named_modules()
-        if isinstance(module, AAConv2d)
-        for name in ("height_rel", "width_rel")
-        if getattr(module, name) is not None
-    }
+class Augmented(nn.Module):
+    """Mixin of models with augmented convolutions, whose relative position tables are exempt from weight decay."""
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Return the names of the relative position tables."""
+        return {
+            f"{prefix}.{name}"
+            for prefix, module in self.named_modules()
+            if isinstance(module, AAConv2d)
+            for name in ("height_rel", "width_rel")
+            if getattr(module, name) is not None
+        }
 
 
 def param_groups(

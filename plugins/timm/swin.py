@@ -19,7 +19,7 @@ from ..modules.common.checks import one_of
 from ..modules.tokens.window_self_attention import Position, Version, Window, WindowSelfAttention, check_centred
 from ..terms.nonlocal_position import Outside, Smoothing
 from ..terms.position_table import resize_position_table
-from .conventions import imagenet_cfg, register_models
+from .conventions import register_models, transformer_cfg
 
 SHARED = ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale", "q_bias", "v_bias")
 TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
@@ -224,13 +224,16 @@ WIDTHS = {  # channels, depths and heads, as in timm's models of the same names
     "small": (96, (2, 2, 18, 2), (3, 6, 12, 24)),
     "base": (128, (2, 2, 18, 2), (4, 8, 16, 32)),
 }
-SWIN = dict(crop_pct=0.9, interpolation="bicubic", fixed_input_size=True)
-SWIN |= dict(first_conv="patch_embed.proj", classifier="head.fc")
 default_cfgs = generate_default_cfgs(
     {
-        **{f"attn_swin_{size}_patch4_window7_224": imagenet_cfg(**SWIN) for size in WIDTHS},
         **{
-            f"attn_swinv2_{size}_window8_256": imagenet_cfg(**SWIN, input_size=(3, 256, 256), pool_size=(8, 8))
+            f"attn_swin_{size}_patch4_window7_224": transformer_cfg(pool_size=(7, 7), classifier="head.fc")
+            for size in WIDTHS
+        },
+        **{
+            f"attn_swinv2_{size}_window8_256": transformer_cfg(
+                input_size=(3, 256, 256), pool_size=(8, 8), classifier="head.fc"
+            )
             for size in WIDTHS
         },
     }

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..modules.common.checks import check_tensor, one_of, positive
 from ..modules.tokens.space_time_attention import Pattern, SpaceTimeSelfAttention
 from ..modules.tokens.space_time_regions import ClipGrid
-from .conventions import imagenet_cfg, register_models
+from .conventions import register_models, transformer_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 
 register_notrace_function(resized_in_time)
@@ -254,16 +254,9 @@ class TimeSformer(VisionTransformer):
 
 default_cfgs = generate_default_cfgs(
     {
-        f"timesformer_{size}_patch16_224": imagenet_cfg(
-            num_classes=400,  # Kinetics-400
-            pool_size=None,
-            crop_pct=0.9,
-            interpolation="bicubic",
-            fixed_input_size=True,
-            mean=(0.45, 0.45, 0.45),  # mean and standard deviation of the official settings
-            std=(0.225, 0.225, 0.225),
-            first_conv="patch_embed.proj",
-            classifier="head",
+        # Kinetics-400, with the mean and standard deviation of the official settings.
+        f"timesformer_{size}_patch16_224": transformer_cfg(
+            num_classes=400, mean=(0.45, 0.45, 0.45), std=(0.225, 0.225, 0.225)
         )
         for size in WIDTHS
     }

@@ -8,7 +8,7 @@ from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from .conventions import imagenet_cfg, register_models
+from .conventions import register_models, transformer_cfg
 from .vit_attention import OPTIONS, vit_attention
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # channels and heads, as in timm's models
@@ -16,16 +16,7 @@ WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # channels an
 
 default_cfgs = generate_default_cfgs(
     {
-        f"attn_vit_{size}_patch16_224": imagenet_cfg(
-            pool_size=None,
-            crop_pct=0.9,
-            interpolation="bicubic",
-            fixed_input_size=True,
-            mean=IMAGENET_INCEPTION_MEAN,
-            std=IMAGENET_INCEPTION_STD,
-            first_conv="patch_embed.proj",
-            classifier="head",
-        )
+        f"attn_vit_{size}_patch16_224": transformer_cfg(mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD)
         for size in WIDTHS
     }
 )
