@@ -90,8 +90,12 @@ class AttendedResNet(ResNet):
 
 
 # Attention type and deformable convolutions in conv4 and conv5, and what the name stands for.
-VARIANTS: dict[str, tuple[str | None, bool, str]] = {
-    "attn_resnet50": ("1111", False, "the attention ``attention_type`` and optional ``deformable`` convolutions"),
+VARIANTS: dict[str, tuple[str, bool, str]] = {
+    "attn_resnet50": (
+        "1111",
+        False,
+        "the attention ``attention_type``, limited to ``spatial_range``, and optional ``deformable`` convolutions",
+    ),
     "attn1111_resnet50": ("1111", False, "all four attention terms"),
     "attn0010_dcn_resnet50": (
         "0010",
@@ -106,10 +110,8 @@ default_cfgs = generate_default_cfgs({name: imagenet_cfg() for name in VARIANTS}
 def _create(name: str, pretrained: bool, **kwargs: Any) -> AttendedResNet:
     attention_type, deformable, _ = VARIANTS[name]
     options: dict[str, Any] = dict(attention_type=attention_type, deformable=deformable)
-    if name == "attn_resnet50":
-        options.update({option: kwargs.pop(option) for option in options if option in kwargs})
-    if "spatial_range" in kwargs:
-        options["spatial_range"] = kwargs.pop("spatial_range")
+    chosen = ("attention_type", "deformable", "spatial_range") if name == "attn_resnet50" else ("spatial_range",)
+    options.update({option: kwargs.pop(option) for option in chosen if option in kwargs})
     attended = partial(AttendedBottleneck, **options)
     attended.expansion = Bottleneck.expansion  # type: ignore[attr-defined]
     arguments = dict(block=(Bottleneck, Bottleneck, attended, attended), layers=(3, 4, 6, 3))
