@@ -17,7 +17,8 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
-from ..modules.common.capture import checked_queries, softmax_over_keys
+from ..modules.common.attention import checked_queries
+from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
 from ..modules.tokens.grid_attention import GridAttention, check_grid
 from ..terms.nonlocal_position import Outside, Smoothing

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attn_plugins.modules.tokens.deformable_attention import on_host, samples
+from attn_plugins.modules.tokens.deformable_attention import samples
+from attn_plugins.ops.deformable_attention.deformable_attention import shapes_on_host
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Points:
     @property
     def shapes(self) -> list[tuple[int, int]]:
         """(H, W) of every level."""
-        return on_host(self.arguments["spatial_shapes"])
+        return shapes_on_host(self.arguments["spatial_shapes"])
 
     @property
     def references(self) -> Tensor:
@@ -54,7 +55,7 @@ class Points:
         if chosen is not None:
             query, references = query.index_select(1, chosen), references.index_select(1, chosen)
         padding = self.arguments.get("key_padding_mask")
-        return samples(self.attention, query, value, padding, references, self.arguments["spatial_shapes"])
+        return samples(self.attention, query, value, padding, references, self.shapes)
 
     def number(self, level: int, cells: Sequence[Sequence[int]]) -> Tensor:
         """Return the numbers of the queries at (row, column) of a level's map."""

@@ -14,9 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from attn_plugins.modules.common.capture import Captured
-from attn_plugins.modules.tokens.window_parts import window_parts
-from attn_plugins.modules.tokens.windows import masked, pair_weights, predicted_logits, project_v2, window_maps
-from attn_plugins.terms.cosine_scale import cosine_operands
+from attn_plugins.modules.tokens.windows import TableAttention, predicted_logits, project_v2, window_maps, window_parts
 from attn_plugins.terms.position_table import table_logits
 
 from .maps import Maps, Ours
@@ -79,14 +77,7 @@ class StockWindows:
         Returns:
             (B, M, H, W, H, W), or (B, M, Q, H, W) for ``queries``.
         """
-        block, table = self.block, self._table()
-
-        def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-            q, k = self._operands(q, k)
-            return pair_weights(q, k, masked(table.unsqueeze(0), mask, q))
-
-        heads = block.attn.num_heads
-        return window_maps(x, block.window_size, block.shift_size, heads, self._project, weigh, queries)
+        return window_maps(x, *self._windows(), self._attention(), queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Return the weights of content and of the table alone, each the softmax of its own logits.
@@ -94,30 +85,24 @@ class StockWindows:
         Returns:
             Maps as of :meth:`attention_maps`, by name.
         """
+        parts = window_parts(x, *self._windows(), self._attention().parts, queries)
+        return {"table" if name == "position" else name: part for name, part in parts.items()}
+
+    def _windows(self) -> tuple[Any, ...]:
         block = self.block
+        return block.window_size, block.shift_size, block.attn.num_heads, self._project
 
-        def term(name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-            return q @ k.mT if name == "content" else self._table().unsqueeze(0)
-
-        windows = block.window_size, block.shift_size, block.attn.num_heads, self._project
-        return window_parts(x, *windows, self._operands, term, ["content", "table"], queries)
-
-    def _table(self) -> Tensor:
-        """Return the logits of the table, (M, N, N)."""
+    def _attention(self) -> TableAttention:
         attn = self.block.attn
         if not self.second:
-            return table_logits(attn.relative_position_bias_table, attn.window_size)
+            return TableAttention(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
-        return predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        return TableAttention(logits, logit_scale=attn.logit_scale)
 
     def _project(self, tokens: Tensor) -> Tensor:
         attn = self.block.attn
         return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
-
-    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return queries and keys whose product is the content term."""
-        attn = self.block.attn
-        return cosine_operands(q, k, attn.logit_scale) if self.second else (q * attn.scale, k)
 
 
 @contextmanager

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops import global_attention
 from ...terms.relative_position import relative_logits
 from ...terms.relative_table import resize_table
 from ...terms.remembered import remembered
 from ...terms.sine_position import sine_encoding
-from ..common.capture import logits_of, maps_of
+from ..common.attention import Attention, MapAttention
 from ..common.checks import check_map, check_table_size, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 from .relative_tables import load_resized
@@ -26,7 +25,7 @@ from .relative_tables import load_resized
 Position = Literal["relative", "none", "sine", "coordconv"]
 
 
-class AAConv2d(nn.Module):
+class AAConv2d(MapAttention):
     """Concatenation of ``out_channels - dv`` channels of a convolution and ``dv`` of multi-head self-attention.
 
     Source: Bello et al. (2019), Eq. 1 to 4 and Figure 8. The logit of pixel j for pixel i, in every head, is
@@ -198,53 +197,19 @@ class AAConv2d(nn.Module):
         Raises:
             ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
-        self._check(x)
-        if self.conv is None:
-            return self._attend(x)
-        elif self.qkv is None:
+        if self.qkv is None:
+            self._check(x)
+            assert self.conv is not None
             return self.conv(x)
-        else:
-            # Of two single channels, cat forgets that they are channels-last.
-            return in_format_of(x, torch.cat((self.conv(x), self._attend(x)), 1))
-
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
-
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns on the attention's map; None for all.
-
-        Returns:
-            (B, M, H, W, H, W), queries before keys, or (B, M, Q, H, W) with ``queries``.
-
-        Raises:
-            ValueError: as in :meth:`forward`, or a query lies outside the map.
-        """
-        self._check(x)
-        if not self.dv:
-            raise ValueError("dv is 0: a plain convolution has no attention")
-        return maps_of((*self._terms(x), None), self.scale, self.attention_size(list(x.shape[2:])), queries)
-
-    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute the logits of content and of relative position.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
-        self._check(x)
-        if not self.dv:
-            raise ValueError("dv is 0: a plain convolution has no attention")
-        query, key, value, row, column = self._terms(x)
-        size = self.attention_size(list(x.shape[2:]))
-        found = {"content": logits_of((query, key, value, None, None, None), self.scale, size, queries)}
-        if row is not None:
-            found["position"] = logits_of((None, None, value, row, column, None), self.scale, size, queries)
-        return found
+        attended = self._attend(x)
+        if self.conv is None:
+            return attended
+        # Of two single channels, cat forgets that they are channels-last.
+        return in_format_of(x, torch.cat((self.conv(x), attended), 1))
 
     def _attend(self, x: Tensor) -> Tensor:
         """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
-        query, key, value, row, column = self._terms(x)
-        attended = global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
-        attended = attended.permute(0, 1, 4, 2, 3).flatten(1, 2)
+        attended = self._attention(x).attend().permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)
         if self.pool:
@@ -252,8 +217,11 @@ class AAConv2d(nn.Module):
             attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
         return in_format_of(x, attended)
 
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Compute query, key and value (B, M, H, W, ·), and row and column logits."""
+    def _attention(self, x: Tensor) -> Attention:
+        """Compute queries, keys and values, and the logits of rows and columns."""
+        self._check(x)
+        if not self.dv:
+            raise ValueError("dv is 0: a plain convolution has no attention")
         if self.stride > 1:
             window = 2 * self.stride - 1
             x = F.avg_pool2d(x, window, self.stride, window // 2, count_include_pad=False)
@@ -276,7 +244,7 @@ class AAConv2d(nn.Module):
             H, W = query.shape[2], query.shape[3]
             row = relative_logits(query, self._table(self.height_rel, H), H, "row")
             column = relative_logits(query, self._table(self.width_rel, W), W, "column")
-        return query, key, value, row, column
+        return Attention(query, key, value, row, column, scale=self.scale)
 
     def _table(self, table: Tensor, size: int) -> Tensor:
         """Return a table, (M, d, 2 * size - 1), scaled because it is smaller than the queries."""

@@ -24,7 +24,8 @@ from ...terms.nonlocal_position import (
     standardised,
     with_outside,
 )
-from ..common.capture import checked_queries, softmax_over_keys
+from ..common.attention import MapAttention, checked_queries
+from ..common.capture import softmax_over_keys
 from ..common.checks import check_map, one_of, pair, positive
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
@@ -44,8 +45,8 @@ class PositionPredictor(nn.Sequential):
         super().__init__(nn.Conv2d(in_channels, width, 1, **factory), nn.Conv2d(width, values, 1, **factory))
 
 
-class _Bilateral(nn.Module):
-    """Common base of both modules: arguments, smoothing and the size of attention maps."""
+class _Bilateral(MapAttention):
+    """Common base of both modules: arguments and smoothing."""
 
     def __init__(
         self, in_channels: int, reduction: int, kernel_size: int | Sequence[int], outside: Outside, smoothing: Smoothing
@@ -60,10 +61,6 @@ class _Bilateral(nn.Module):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
         self.in_channels, self.reduction, self.outside, self.smoothing = in_channels, reduction, outside, smoothing
         self.width = max(in_channels // reduction, 1)
-
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the map of queries for an input of ``size`` (H, W)."""
-        return size[0], size[1]
 
     def smoothed(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
         """Divide position logits by their smoothing factor."""
@@ -147,23 +144,12 @@ class BilateralNonLocal2d(_Bilateral):
         return x + in_format_of(x, self.conv_out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
-
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) with ``queries``.
-        """
+        """Compute the attention weights; see :meth:`.MapAttention.attention_maps`."""
         logits = self.attention_logits(x, queries)
         return softmax_over_keys(logits["content"] + logits["position"])
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute the logits of content and of position.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
+        """Compute the logits of ``content`` and of ``position``; else as :meth:`attention_maps`."""
         query, key, _, values = self._terms(x)
         H, W = x.shape[2:]
         positions = torch.arange(H * W, device=x.device)
@@ -171,11 +157,11 @@ class BilateralNonLocal2d(_Bilateral):
             y, z = checked_queries(queries, (H, W), x.device)
             positions = y * W + z
         pair = self._both_logits(query[:, positions], key, values[:, positions], positions, H, W)
-        found = {}
+        parts = {}
         for name, logits in zip(("content", "position"), pair):
             expanded = logits.unflatten(2, (H, W)).unsqueeze(1)
-            found[name] = expanded.unflatten(2, (H, W)) if queries is None else expanded
-        return found
+            parts[name] = expanded.unflatten(2, (H, W)) if queries is None else expanded
+        return parts
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values (B, N, d), and the predicted values with v last (B, N, n + 1)."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops import criss_cross_attention, reference
-from ..common.capture import checked_queries
+from ..common.attention import MapAttention, checked_queries
 from ..common.checks import check_map, positive
 from .memory_format import add_scaled, to_channels_last
 from .relative_tables import Position, RelativeTables
@@ -37,7 +37,7 @@ class Gamma(nn.Module):
         return add_scaled(x, self.scale, attended)
 
 
-class CrissCross(nn.Module):
+class CrissCross(MapAttention):
     """Base of attention along rows and columns: projections with mmcv's names, residual, attention maps.
 
     Subclasses call ``make_layers``, set ``scale``, and implement ``position_logits``.
@@ -77,31 +77,17 @@ class CrissCross(nn.Module):
         return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Compute the attention weights, 0 off the cross, for inspection, in O(N²) memory without ``queries``.
-
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, 1, H, W, H, W), or (B, 1, Q, H, W) with ``queries``.
-
-        Raises:
-            ValueError: as in :meth:`forward`, or a query lies outside the map.
-        """
+        """Compute the attention weights, 0 off the cross; see :meth:`.MapAttention.attention_maps`."""
         weights = reference.criss_cross_probabilities(*self._terms(x), self.scale)
         return _on_map(weights, 0.0, queries)
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute the logits of content and of position, -inf off the cross.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
+        """Compute the logits of ``content`` and of ``position``, -inf off the cross; else as :meth:`attention_maps`."""
         query, key, value, logits = self._terms(x)
-        found = {"content": reference.criss_cross_logits(query, key, value, None, self.scale)}
+        parts = {"content": reference.criss_cross_logits(query, key, value, None, self.scale)}
         if logits is not None:
-            found["position"] = reference.criss_cross_logits(None, None, value, logits, self.scale)
-        return {name: _on_map(part, -math.inf, queries) for name, part in found.items()}
+            parts["position"] = reference.criss_cross_logits(None, None, value, logits, self.scale)
+        return {name: _on_map(part, -math.inf, queries) for name, part in parts.items()}
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute query, key and value (B, 1, H, W, ·), and position logits."""

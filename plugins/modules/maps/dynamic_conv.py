@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops import window_attention
-from ..common.capture import window_maps_of
+from ..common.attention import Attention, Geometry, MapAttention
 from ..common.checks import check_map, check_padding_mask, check_tensor, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from .memory_format import in_format_of, to_channels_last
 from .normalised import normalise, projections
 
 
-class DynamicConv2d(nn.Module):
+class DynamicConv2d(MapAttention):
     """``x + gamma * f(x)``, f a gated linear unit, a dynamic convolution and an output projection.
 
     With v = GLU(W_1 x), each position predicts ``num_groups`` kernels softmax(W_K v), which weight the values v around
@@ -85,38 +84,17 @@ class DynamicConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
-        value, logits = self._terms(x)
-        k, p, d = self.kernel_size, self.padding, self.dilation
-        convolved = window_attention(None, None, value, logits, k, padding=p, dilation=d, border="zero")
+        convolved = self._attention(x).attend()
         output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the map of queries for an input of ``size`` (H, W)."""
-        return size[0], size[1]
-
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Lay out the kernels on the map for inspection, in O(N²) memory without ``queries``.
-
-        Taps outside the map are left out.
-
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, G, H, W, H, W), or (B, G, Q, H, W) with ``queries``.
-        """
-        _, logits = self._terms(x)
-        geometry = (self.kernel_size, (1, 1), self.padding, self.dilation)
-        return window_maps_of(None, None, logits, x.shape[2:], geometry, queries, zero_border=True)
-
-    def _terms(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute values (B, G, H, W, C / G) and the kernels' logits (B, G, H, W, taps)."""
+    def _attention(self, x: Tensor) -> Attention:
+        """Compute values (B, G, H, W, C / G) and the kernels' logits; taps outside the map take part as zeros."""
         check_map(x, self.in_channels, next(self.parameters()))
         # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
-        return self._grouped(value), self._grouped(self.kernel(value))
+        window = Geometry(self.kernel_size, (1, 1), self.padding, self.dilation, zero_border=True)
+        return Attention(None, None, self._grouped(value), taps=self._grouped(self.kernel(value)), window=window)
 
     def _grouped(self, projected: Tensor) -> Tensor:
         return projected.unflatten(1, (self.num_groups, -1)).permute(0, 1, 3, 4, 2)
@@ -191,19 +169,19 @@ class DynamicConv1d(nn.Module):
             ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: ``key_padding_mask`` is not bool.
         """
-        value, logits = self._terms(x, key_padding_mask)
-        padding = self.kernel_size - 1 if self.causal else self.kernel_size // 2
+        attention = self._attention(x, key_padding_mask)
         if cache is not None:
             if not self.causal:
                 raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")
             check_cache(cache, x.shape[0])
-            cache.append(None, value, None)
+            cache.append(None, attention.value.squeeze(2), None)
             assert cache.value is not None
-            value = cache.value
-            padding -= value.shape[2] - x.shape[2]  # not negative, as the cache keeps at most the kernel's reach
+            # Not negative, as the cache keeps at most the kernel's reach.
+            ahead = self.kernel_size - 1 - (cache.value.shape[2] - x.shape[2])
+            attention = attention._replace(value=cache.value.unsqueeze(2), window=self._window(ahead))
             cache.steps += x.shape[2]
             cache.keep(self.kernel_size - 1)
-        convolved = window_attention(None, None, value, logits, self.kernel_size, padding=padding, border="zero")
+        convolved = attention.attend().squeeze(2)
         return self.output(convolved.transpose(1, 2).flatten(2)).transpose(1, 2)
 
     @torch.no_grad()
@@ -230,30 +208,31 @@ class DynamicConv1d(nn.Module):
         """
         if cache is not None:
             raise ValueError("cache must be None: attention_maps takes whole sequences")
-        _, logits = self._terms(x, key_padding_mask)
-        ahead = self.kernel_size - 1 if self.causal else self.kernel_size // 2
-        geometry = ((1, self.kernel_size), (1, 1), (0, ahead), (1, 1))
-        maps = window_maps_of(None, None, logits.unsqueeze(2), (1, x.shape[2]), geometry, zero_border=True)
-        maps = maps[:, :, 0, :, 0]
+        maps = self._attention(x, key_padding_mask).map_weights((1, x.shape[2]))[:, :, 0, :, 0]
         if key_padding_mask is not None:
             maps = maps.masked_fill(key_padding_mask[:, None, None], 0)
         return maps if queries is None else maps[:, :, queries]
 
-    def _terms(self, x: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Compute values (B, G, T, C / G), 0 at padding, and the kernels' logits (B, G, T, taps)."""
+    def _attention(self, x: Tensor, key_padding_mask: Tensor | None) -> Attention:
+        """Compute values (B, G, 1, T, C / G), 0 at padding, and the kernels' logits (B, G, 1, T, taps)."""
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
         check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
         value = F.glu(self.input(x.transpose(1, 2)), -1)
-        logits = self._grouped(self.kernel(value))
+        taps = self._grouped(self.kernel(value))
         if key_padding_mask is not None:
             value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
-        return self._grouped(value), logits
+        window = self._window(self.kernel_size - 1 if self.causal else self.kernel_size // 2)
+        return Attention(None, None, self._grouped(value), taps=taps, window=window)
+
+    def _window(self, ahead: int) -> Geometry:
+        """Return a window on a map of one row, with ``ahead`` taps before the first key."""
+        return Geometry((1, self.kernel_size), (1, 1), (0, ahead), (1, 1), zero_border=True)
 
     def _grouped(self, projected: Tensor) -> Tensor:
-        """View (B, T, G * n) as (B, G, T, n)."""
-        return projected.unflatten(2, (self.num_groups, -1)).transpose(1, 2)
+        """View (B, T, G * n) as (B, G, 1, T, n)."""
+        return projected.unflatten(2, (self.num_groups, -1)).transpose(1, 2).unsqueeze(2)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"

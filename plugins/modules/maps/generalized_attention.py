@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops import global_attention, window_attention
 from ...terms.attention_type import parse_attention_type
 from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
-from ..common.capture import maps_of
+from ..common.attention import Attention, Geometry
 from ..common.checks import check_map, positive
 from .generalized_positions import AxisPositions
 from .memory_format import in_format_of, to_channels_last
@@ -202,10 +201,7 @@ class GeneralizedAttention2d(AxisPositions):
             ValueError: a shape or a device does not match.
             TypeError: a map does not have the module's dtype.
         """
-        if self.in_windows and context is None:
-            output = self._attend_in_windows(x)
-        else:
-            output = self._attend(x, context)
+        output = self._attention(x, context).attend()
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, x.shape[2:])
@@ -233,65 +229,33 @@ class GeneralizedAttention2d(AxisPositions):
         Raises:
             ValueError: as in :meth:`forward`, or a query lies outside the map.
         """
-        return maps_of(self._terms(x, context), 1.0, self.attention_size(x.shape[2:]), queries)
+        return self._attention(x, context).map_weights(self.attention_size(x.shape[2:]), queries)
 
-    def _attend(self, x: Tensor, context: Tensor | None) -> Tensor:
-        """Attend to all keys, (B, M, Hq, Wq, d)."""
-        query, key, value, row, column, key_logits = self._terms(x, context)
-        return global_attention(query, key, value, row_logits=row, column_logits=column, key_logits=key_logits)
-
-    def _attend_in_windows(self, x: Tensor) -> Tensor:
-        """Attend to the keys in a window around the query, (B, M, H, W, d)."""
-        position_query, query, key, value, key_logits = self._projected(x, None)
-        # A larger radius than the map's size minus 1 would add no keys.
-        H, W = x.shape[2], x.shape[3]
-        radius = [min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)]
-        if key_logits is not None:  # write a key's own logit as its product with a query of 1
-            query, key = torch.ones_like(key_logits).unsqueeze(-1), key_logits.unsqueeze(-1)
-        position: Tensor | None = None
-        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
-            position = window_position_logits(
-                self._along_window(self.appr_geom_fc_y.weight, position_query, radius[0]),
-                self._along_window(self.appr_geom_fc_x.weight, position_query, radius[1]),
-                H,
-                W,
-            )
-        elif query is None:
-            taps = (2 * radius[0] + 1) * (2 * radius[1] + 1)
-            position = value.new_zeros(1).expand(1, self.num_heads, H, W, taps)
-        kernel = [2 * radius[0] + 1, 2 * radius[1] + 1]
-        return window_attention(query, key, value, position, kernel, padding=radius)
-
-    def _terms(
-        self, x: Tensor, context: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the arguments of ``global_attention``: query, key, value, row, column and key logits."""
-        position_query, query, key, value, key_logits = self._projected(x, context)
-        Hq, Wq = -(-x.shape[2] // self.q_stride), -(-x.shape[3] // self.q_stride)
-        Hk, Wk = value.shape[2], value.shape[3]
-        v: Tensor | None = None
-        if self.geom_bias is not None:
-            v = self._scaled(self._vector(self.geom_bias))
-        row, column = self._both_axes(position_query, v, [Hq, Wq], [Hk, Wk])
-        rows_in_range, columns_in_range = self._range_logits([Hq, Wq], [Hk, Wk], x)
-        return query, key, value, _sum(row, rows_in_range), _sum(column, columns_in_range), key_logits
-
-    def _projected(
-        self, x: Tensor, context: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """Compute the position terms' query, the content term's query (with u) and key, value, and key logits."""
+    def _attention(self, x: Tensor, context: Tensor | None) -> Attention:
+        """Compute the sum of all terms, for the keys around each query if the range is a window of a map."""
         query, key, value = self._features(x, context)
         by_content, by_position, _, _ = self.terms
-        content = query if by_content else None
-        key_logits: Tensor | None = None
+        content, content_key, by_key = (query, key, None) if by_content else (None, None, None)
         if self.appr_bias is not None and key is not None:
             u = self._scaled(self._vector(self.appr_bias))
-            if content is not None:
-                content = add_vector(content, u)
+            if content is None:
+                by_key = key_saliency(key, u)
             else:
-                key_logits = key_saliency(key, u)
-        position_query = query if by_position else None
-        return position_query, content, key if by_content else None, value, key_logits
+                content = add_vector(content, u)
+        moved = query if by_position else None
+        if not self.in_windows or context is not None:
+            row, column = self._both_axes(moved, self._position_vector(), x, value)
+            return Attention(content, content_key, value, row, column, by_key)
+        # A larger radius than the map's size minus 1 would add no keys.
+        H, W = x.shape[2], x.shape[3]
+        radius = min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)
+        window = Geometry((2 * radius[0] + 1, 2 * radius[1] + 1), (1, 1), radius, (1, 1))
+        taps: Tensor | None = None
+        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
+            rows = self._along_window(self.appr_geom_fc_y.weight, moved, radius[0])
+            columns = self._along_window(self.appr_geom_fc_x.weight, moved, radius[1])
+            taps = window_position_logits(rows, columns, H, W)
+        return Attention(content, content_key, value, by_key=by_key, taps=taps, window=window)
 
     def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
@@ -384,9 +348,3 @@ def _half_range(
 
 def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
-
-
-def _sum(logits: Tensor | None, more: Tensor | None) -> Tensor | None:
-    if logits is None:
-        return more
-    return logits if more is None else logits + more

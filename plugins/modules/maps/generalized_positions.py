@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ...terms.attention_type import AttentionTerms
 from ...terms.relative_position import axis_encoding, relative_logits, spread
 from ...terms.saliency import add_vector, key_saliency
-from ..common.capture import logits_of
+from ..common.attention import Attention
 
 
 class AxisPositions(nn.Module):
@@ -56,22 +56,11 @@ class AxisPositions(nn.Module):
     def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
         """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
         table = self._table(weight, radius + 1, radius + 1, 1, 1)
-        v: Tensor | None = None
-        if self.geom_bias is not None:
-            v = self._scaled(self._vector(self.geom_bias))
+        v = self._position_vector()
         if query is not None:
             return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
         assert v is not None
         return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
-
-    def _range_logits(
-        self, queries: Sequence[int], keys: Sequence[int], like: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return row and column logits, 0 in range and -inf out of range; None if all keys are in range."""
-        if self.spatial_range == -1:
-            return None, None
-        rows, columns = self.axis_range(queries[0], keys[0], like), self.axis_range(queries[1], keys[1], like)
-        return _along(rows.unsqueeze(0), "row"), _along(columns.unsqueeze(0), "column")
 
     def attention_logits(
         self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
@@ -81,41 +70,43 @@ class AxisPositions(nn.Module):
         The softmax of their sum is ``attention_maps``, whose arguments and axes are the same.
         """
         query, key, value = self._features(x, context)
-        size, terms = self.attention_size(x.shape[2:]), self.terms
-        found: dict[str, Tensor] = {}
-
-        def keep(name: str, *arguments: Tensor | None) -> None:
-            found[name] = logits_of(arguments, 1.0, size, queries)
-
+        terms, v = self.terms, self._position_vector()
+        in_range = self._both_axes(None, None, x, value)
+        parts: dict[str, Attention] = {}
         if terms.content:
-            keep("content", query, key, value, None, None, None)
-        queries_and_keys = list(size), list(value.shape[2:4])
+            parts["content"] = Attention(query, key, value, *in_range)
         if terms.content_position:
-            keep("content_position", None, None, value, *self._both_axes(query, None, *queries_and_keys), None)
-        if self.geom_bias is not None:
-            v = self._scaled(self._vector(self.geom_bias))
-            keep("position", None, None, value, *self._both_axes(None, v, *queries_and_keys), None)
+            parts["content_position"] = Attention(None, None, value, *self._both_axes(query, None, x, value))
         if self.appr_bias is not None and key is not None:
             saliency = key_saliency(key, self._scaled(self._vector(self.appr_bias)))
-            keep("saliency", None, None, value, None, None, saliency)
-        limits = self._range_logits(*queries_and_keys, x)
-        if limits[0] is not None:
-            keep("range", None, None, value, *limits, None)
-            limit = found.pop("range")
-            found = {name: logits + limit for name, logits in found.items()}
-        return {name: found[name] for name in terms._fields if name in found}
+            parts["saliency"] = Attention(None, None, value, *in_range, saliency)
+        if v is not None:
+            parts["position"] = Attention(None, None, value, *self._both_axes(None, v, x, value))
+        size = self.attention_size(x.shape[2:])
+        return {name: part.map_logits(size, queries) for name, part in parts.items()}
 
     def _both_axes(
-        self, query: Tensor | None, v: Tensor | None, queries: Sequence[int], keys: Sequence[int]
+        self, query: Tensor | None, v: Tensor | None, x: Tensor, value: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute scaled ε2 of ``query`` plus ε4 of ``v``, or one of them, as row and column logits, or None."""
-        if self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:
-            return None, None
-        rows, columns = self.appr_geom_fc_y.weight, self.appr_geom_fc_x.weight
-        return (
-            self._axis_logits(rows, query, v, queries[0], keys[0], "row"),
-            self._axis_logits(columns, query, v, queries[1], keys[1], "column"),
-        )
+        """Compute scaled ε2 of ``query`` plus ε4 of ``v`` as far as given, and the range, as row and column logits.
+
+        Args:
+            query: (B, M, Hq, Wq, d).
+            v: (M, d).
+            x: (B, C, H, W), the map of the queries.
+            value: (B, M, Hk, Wk, d).
+        """
+        logits: list[Tensor | None] = []
+        for n, (axis, table) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
+            queries, keys = -(-x.shape[2 + n] // self.q_stride), value.shape[2 + n]
+            along: Tensor | None = None
+            if table is not None and (query is not None or v is not None):
+                along = self._axis_logits(table.weight, query, v, queries, keys, axis)
+            if self.spatial_range != -1:
+                in_range = _along(self.axis_range(queries, keys, x).unsqueeze(0), axis)
+                along = in_range if along is None else along + in_range
+            logits.append(along)
+        return logits[0], logits[1]
 
     def _axis_logits(
         self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
@@ -139,6 +130,10 @@ class AxisPositions(nn.Module):
         if self.position_factor != 1.0:
             table = table * self.position_factor
         return table
+
+    def _position_vector(self) -> Tensor | None:
+        """Return v of ε4, scaled, (M, d)."""
+        return None if self.geom_bias is None else self._scaled(self._vector(self.geom_bias))
 
     def _vector(self, parameter: Tensor) -> Tensor:
         return parameter.view(self.num_heads, -1)

@@ -11,8 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...ops import window_attention
-from ..common.capture import window_logits_of, window_maps_of
+from ..common.attention import Attention, Geometry, MapAttention
 from ..common.checks import check_map, check_window, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 
@@ -33,7 +32,7 @@ class Projection(nn.Sequential):
         super().__init__(*layers)
 
 
-class LocalBilateralConv2d(nn.Module):
+class LocalBilateralConv2d(MapAttention):
     """A replacement for ``nn.Conv2d``: attention over the k × k window around each position.
 
     Source: Thesis, Eq. 4.6 to 4.9. With v_i = W_σ x_i the logit of position j in i's window, in every head, is
@@ -132,8 +131,7 @@ class LocalBilateralConv2d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
-        query, key, value, logits = self._terms(x)
-        attended = self._attend(query, key, value, logits)
+        attended = self._attention(x).attend()
         return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -143,35 +141,13 @@ class LocalBilateralConv2d(nn.Module):
             size[1] + 2 * p[1] - d[1] * (k[1] - 1) - 1
         ) // s[1] + 1
 
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
-
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns of the output's map; None for all.
-
-        Returns:
-            (B, M, Hq, Wq, H, W), or (B, M, Q, H, W) with ``queries``; 0 outside the windows.
-        """
-        query, key, _, logits = self._terms(x)
-        geometry = (self.kernel_size, self.stride, self.padding, self.dilation)
-        return window_maps_of(query, key, logits, x.shape[2:], geometry, queries)
-
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute the refined content logits and the geometric logits, -inf outside the windows.
+        """Compute the refined ``content`` logits and the ``geometric`` logits, -inf outside the windows."""
+        logits = super().attention_logits(x, queries)
+        return {"geometric" if name == "position" else name: part for name, part in logits.items()}
 
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
-        query, key, _, logits = self._terms(x)
-        found, geometry = {}, (self.kernel_size, self.stride, self.padding, self.dilation)
-        if query is not None:
-            found["content"] = window_logits_of(query, key, None, x.shape[2:], geometry, queries)
-        if logits is not None:
-            found["geometric"] = window_logits_of(None, None, logits, x.shape[2:], geometry, queries)
-        return found
-
-    def _terms(self, x: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
-        """Compute refined query, key and value (B, M, ·, ·, d), and geometric logits (B, M, Hq, Wq, taps)."""
+    def _attention(self, x: Tensor) -> Attention:
+        """Compute refined queries, keys, values, and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
         check_window(x, self.kernel_size, self.padding, self.dilation)
         # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
@@ -183,16 +159,13 @@ class LocalBilateralConv2d(nn.Module):
         logits: Tensor | None = None
         if self.position is not None:
             logits = self._heads(self.position(centres))
+        window = Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
         if key is None:
-            return None, None, value, logits
+            return Attention(None, None, value, taps=logits, window=window)
         query = self._heads(centres)
         for _ in range(self.iterations - 1):
-            query = query + squash(self._attend(query, key, key, None))
-        return query, key, value, logits
-
-    def _attend(self, query: Tensor | None, key: Tensor | None, value: Tensor, logits: Tensor | None) -> Tensor:
-        k, s, p, d = self.kernel_size, self.stride, self.padding, self.dilation
-        return window_attention(query, key, value, logits, k, stride=s, padding=p, dilation=d)
+            query = query + squash(Attention(query, key, key, window=window).attend())
+        return Attention(query, key, value, taps=logits, window=window)
 
     def _centres(self, x: Tensor) -> Tensor:
         """Return the centre of every window."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.capture import logits_of, maps_of
+from ..common.attention import Attention
 from ..common.checks import check_map
 from .memory_format import in_format_of, to_channels_last
 from .non_local_block import Mode, NonLocalBlock, check_block
@@ -101,57 +101,20 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         Raises:
             ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
-        query, key, value = self._embeddings(x)
-        row, column = self._position(query, key)
-        attended = self.attended(query, key, value, row, column).squeeze(1).permute(0, 3, 1, 2)
+        attended = self.attended(self._embeddings(x)).squeeze(1).permute(0, 3, 1, 2)
         return x + in_format_of(x, self.out(attended))
 
-    def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
-        """Compute the attention weights of a Gaussian mode for inspection, in O(N K) memory without ``queries``.
+    def _attention(self, x: Tensor) -> Attention:
+        self.check_gaussian()
+        return self._embeddings(x)
 
-        Args:
-            x: As in :meth:`forward`.
-            queries: (Q, 2), rows and columns; None for all.
-
-        Returns:
-            (B, 1, H, W, Hk, Wk), queries before keys, or (B, 1, Q, Hk, Wk) with ``queries``.
-
-        Raises:
-            ValueError: as in :meth:`forward`; a query lies outside the map; or the mode has no attention weights.
-        """
-        if "gaussian" not in self.mode:
-            raise ValueError(
-                f"mode {self.mode!r} has no attention weights, which are positive and sum to 1: only 'gaussian' and "
-                "'embedded_gaussian' have maps"
-            )
-        query, key, value = self._embeddings(x)
-        terms = (query, key, value, *self._position(query, key), None)
-        return maps_of(terms, self.scale, self.attention_size(x.shape[2:]), queries)
-
-    def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Compute the logits of content and of relative position.
-
-        The softmax of their sum is :meth:`attention_maps`, whose arguments, axes and errors are the same.
-        """
-        if "gaussian" not in self.mode:
-            raise ValueError(f"mode {self.mode!r} has no logits: only 'gaussian' and 'embedded_gaussian' have")
-        query, key, value = self._embeddings(x)
-        (row, column), size = self._position(query, key), self.attention_size(x.shape[2:])
-        found = {"content": logits_of((query, key, value, None, None, None), self.scale, size, queries)}
-        if row is not None:
-            found["position"] = logits_of((None, None, value, row, column, None), self.scale, size, queries)
-        return found
-
-    def _embeddings(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute query (B, 1, H, W, ·), and key and value (B, 1, Hk, Wk, ·)."""
+    def _embeddings(self, x: Tensor) -> Attention:
+        """Compute queries (B, 1, H, W, ·), keys and values (B, 1, Hk, Wk, ·), and the logits of rows and columns."""
         check_map(x, self.in_channels, self.g.weight)
         self.check_size(x)
         query, key, value = (t.permute(0, 2, 3, 1).unsqueeze(1) for t in self.projected(to_channels_last(x)))
-        return query, key, value
-
-    def _position(self, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Compute row and column logits."""
-        return self.table_logits(query, self.scale, key.shape[2:4], self.key_stride(query.shape[2:4]))
+        tables = self.table_logits(query, self.scale, key.shape[2:4], self.key_stride(query.shape[2:4]))
+        return Attention(query, key, value, *tables, scale=self.scale)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, reduction={self.reduction}, mode={self.mode!r}, position={self.position!r}"

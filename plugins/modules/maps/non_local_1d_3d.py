@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.capture import maps_of
+from ..common.attention import Attention
 from ..common.checks import check_fits, check_tensor
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .zero_conv import ZeroConv1d, ZeroConv3d
@@ -48,8 +48,7 @@ class _NonLocalTokens(NonLocalBlock):
             ValueError: the shape does not match.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
-        self._check(x)
-        attended = self.attended(*(_tokens(t) for t in self.projected(x)))
+        attended = self.attended(self._embeddings(x))
         attended = attended.flatten(1, 3).transpose(1, 2).unflatten(2, x.shape[2:])
         return x + self.out(attended)
 
@@ -67,20 +66,15 @@ class _NonLocalTokens(NonLocalBlock):
         Raises:
             ValueError: as in :meth:`forward`; a query lies outside ``x``; or the mode has no attention weights.
         """
-        if "gaussian" not in self.mode:
-            raise ValueError(
-                f"mode {self.mode!r} has no attention weights, which are positive and sum to 1: only 'gaussian' and "
-                "'embedded_gaussian' have maps"
-            )
-        self._check(x)
-        query, key, value = self.projected(x)
-        size, key_size = x.shape[2:], value.shape[2:]
+        self.check_gaussian()
+        attention, size = self._embeddings(x), x.shape[2:]
         chosen = None if queries is None else _in_a_row(queries, size, x.device)
-        terms = (_tokens(query), _tokens(key), _tokens(value), None, None, None)
-        maps = maps_of(terms, self.scale, (1, size.numel()), chosen)
+        maps = attention.map_weights((1, size.numel()), chosen)
+        key_size = [n // stride for n, stride in zip(size, self.key_stride(size))]
         return maps.reshape(len(x), 1, *(size if queries is None else (len(queries),)), *key_size)
 
-    def _check(self, x: Tensor) -> None:
+    def _embeddings(self, x: Tensor) -> Attention:
+        """Compute queries, keys and values, (B, 1, 1, ·, d)."""
         check_tensor("x", x)
         if x.dim() != 2 + len(self.sub_sampling) or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
             raise ValueError(
@@ -88,6 +82,8 @@ class _NonLocalTokens(NonLocalBlock):
                 f"{tuple(x.shape)}"
             )
         check_fits("x", x, self.g.weight)
+        query, key, value = map(_tokens, self.projected(x))
+        return Attention(query, key, value, scale=self.scale)
 
 
 class NonLocal1d(_NonLocalTokens):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from torch import Tensor, nn
 
-from ...ops import global_attention
+from ..common.attention import Attention
 from ..common.checks import one_of, positive
 from .non_local_sums import dot_products, rectified_sums
 
@@ -97,15 +97,13 @@ class NonLocalBlock(nn.Module):
             key, value = self.pool(key, stride), self.pool(value, stride)
         return query, key, value
 
-    def attended(
-        self, query: Tensor, key: Tensor, value: Tensor, row: Tensor | None = None, column: Tensor | None = None
-    ) -> Tensor:
-        """Compute 1 / C(x) Σ_j f(x_i, x_j) g(x_j) of (B, 1, ·, ·, d): (B, 1, ·, ·, d) with the axes of ``query``.
-
-        ``row`` and ``column`` logits apply to the Gaussian modes only.
-        """
+    def attended(self, attention: Attention) -> Tensor:
+        """Compute 1 / C(x) Σ_j f(x_i, x_j) g(x_j), (B, 1, ·, ·, d) with the axes of the queries."""
         if "gaussian" in self.mode:
-            return global_attention(query, key, value, row_logits=row, column_logits=column, scale=self.scale)
+            return attention.attend()
+        query, key, value = attention[:3]
+        assert query is not None
+        assert key is not None
         q, k, v = query.flatten(1, 3), key.flatten(1, 3), value.flatten(1, 3)
         if self.concat_project is None:
             attended = dot_products(q, k, v)
@@ -113,6 +111,14 @@ class NonLocalBlock(nn.Module):
             of_query, of_key = self.concat_project.weight.view(2, self.width).unbind()
             attended = rectified_sums(q.matmul(of_query), k.matmul(of_key), v)
         return attended.reshape(*query.shape[:4], self.width)
+
+    def check_gaussian(self) -> None:
+        """Raise a ValueError unless the mode has attention weights."""
+        if "gaussian" not in self.mode:
+            raise ValueError(
+                f"mode {self.mode!r} has no attention weights, which are positive and sum to 1: only 'gaussian' and "
+                "'embedded_gaussian' have maps and logits"
+            )
 
     def out(self, attended: Tensor) -> Tensor:
         """Apply ``conv_out`` and the normalisation after it."""

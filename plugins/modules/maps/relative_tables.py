@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from ...terms.relative_position import relative_logits
 from ...terms.relative_table import resize_table
+from ..common.attention import MapAttention
 from ..common.checks import check_table_size, one_of, pair
 
 Position = Literal["none", "relative"]
 
 
-class RelativeTables(nn.Module):
+class RelativeTables(MapAttention):
     """Base of modules with optional tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d).
 
     Row H - 1 + o of ``height_rel`` is for keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
@@ -49,10 +50,6 @@ class RelativeTables(nn.Module):
         self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
         self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
         RelativeTables.reset_parameters(self)
-
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the map of queries for an input of ``size`` (H, W)."""
-        return size[0], size[1]
 
     def reset_parameters(self) -> None:
         """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""

@@ -1,18 +1,19 @@
-"""Heads of attention on sequences, and their weighted sums with or without dropout.
+"""What attention modules on sequences share: heads, initial draws, and inspection.
 
 Shapes: B batch, M heads, T queries, S keys, d width per head.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from ...ops import reference
-from ...ops import sequence_attention as attend
+from ..common.attention import Attention
+from ..common.sequence_cache import SequenceCache
 
 
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:
@@ -20,35 +21,63 @@ def split_heads(projected: Tensor, num_heads: int) -> Tensor:
     return projected.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
-def attended(arguments: dict[str, Any], dropout: float) -> Tensor:
-    """Apply ``sequence_attention``, with dropout of its weights, and concatenate the heads, (B, T, M * d)."""
-    if dropout == 0.0:
-        output = attend(**arguments)
-    else:
-        value = arguments["value"]
-        output = torch.matmul(F.dropout(weights_of(arguments).to(value.dtype), dropout), value)
-    return output.transpose(1, 2).flatten(2)
+class SequenceAttention(nn.Module):
+    """Base of attention modules on sequences: initial draws, and the weights and the logits for inspection."""
 
+    def _attention(self, *args: Any, **kwargs: Any) -> Attention:
+        """Check the arguments of ``forward`` and return what their attention adds up."""
+        raise NotImplementedError
 
-def weights_of(arguments: dict[str, Any]) -> Tensor:
-    """Compute the attention weights of ``sequence_attention``, (B, M, T, S)."""
-    return reference.masked_softmax(logits_of(arguments))
+    def _parts(self, *args: Any, **kwargs: Any) -> dict[str, Attention]:
+        """Return the attention by each term alone."""
+        return self._attention(*args, **kwargs).parts()
 
+    def reset_projections(self) -> None:
+        """Draw linear layers by Glorot uniform initialisation, the inputs' as one matrix; zero the biases."""
+        joint = [getattr(self, name) for name in ("q_proj", "k_proj", "v_proj")]
+        for layer in self.modules():
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if layer in joint else 1.0)
+                if layer.bias is not None:
+                    nn.init.zeros_(layer.bias)
 
-def logits_of(arguments: dict[str, Any]) -> Tensor:
-    """Compute the sum of the logits of ``sequence_attention``, (B, M, T, S), -inf at masked keys."""
-    value, outside, start = arguments["value"], arguments.get("outside_logits"), arguments["start"]
-    if isinstance(outside, float):
-        outside = value.new_full((1, 1, 1), outside)
-    return reference.sequence_attention_logits(
-        arguments["query"],
-        arguments["key"],
-        value,
-        arguments["band_logits"],
-        outside,
-        arguments.get("position_logits"),
-        arguments["key_padding_mask"],
-        start,
-        arguments["causal"],
-        1.0,
-    )
+    @torch.no_grad()
+    def attention_maps(
+        self,
+        query: Tensor,
+        *source: Any,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+        **mask: Any,
+    ) -> Tensor:
+        """Compute the attention weights of ``forward`` for inspection, in O(T S) memory. The cache is not changed.
+
+        Args:
+            query: As in ``forward``, like its other arguments.
+            source: Key and value, where ``forward`` takes them; also by name.
+            cache: As in ``forward``.
+            queries: (Q,), positions in ``query``; None for all.
+            mask: ``key_padding_mask``.
+
+        Returns:
+            (B, M, T, S), or (B, M, Q, S) with ``queries``; S includes the keys of the cache.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        return self._attention(query, *source, cache=cache, **mask).sequence_weights(query.shape[1], queries)
+
+    @torch.no_grad()
+    def attention_logits(
+        self,
+        query: Tensor,
+        *source: Any,
+        cache: SequenceCache | None = None,
+        queries: Tensor | None = None,
+        **mask: Any,
+    ) -> dict[str, Tensor]:
+        """Compute the logits of each term by name, -inf at keys that are masked or out of range.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        cache = None if cache is None else dataclasses.replace(cache)
+        parts = self._parts(query, *source, cache=cache, **mask)
+        return {name: part.sequence_logits(query.shape[1], queries) for name, part in parts.items()}

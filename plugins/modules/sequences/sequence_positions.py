@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ...terms.attention_type import AttentionTerms
 from ...terms.sine_position import sine_encoding
 from ..common.sequence_cache import SequenceCache
-from .sequence_heads import split_heads
+from .sequence_heads import SequenceAttention, split_heads
 
 _is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
 
 
-class SequencePositions(nn.Module):
+class SequencePositions(SequenceAttention):
     """Base of attention on sequences: position logits."""
 
     if TYPE_CHECKING:

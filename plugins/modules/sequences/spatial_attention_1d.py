@@ -5,35 +5,19 @@ Shapes: B batch, C channels, M heads, T queries, S keys, d width per head, K off
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...terms.attention_type import parse_attention_type
 from ...terms.saliency import key_saliency
+from ..common.attention import Attention, rotation
 from ..common.checks import check_heads, check_padding_mask, check_sequence
 from ..common.sequence_cache import SequenceCache, check_cache
-from .sequence_heads import attended, logits_of, split_heads, weights_of
+from .sequence_heads import split_heads
 from .sequence_positions import SequencePositions
-
-
-class Keys(NamedTuple):
-    """Projected keys and values, (B, M, S, d), including those of the cache.
-
-    Attributes:
-        key: Keys; None if no term uses them.
-        value: Values.
-        padding_mask: (B, S) bool, or None.
-        shift: (B,), number of leading padding keys that were moved to the end; None if keys were not moved.
-    """
-
-    key: Tensor | None
-    value: Tensor
-    padding_mask: Tensor | None
-    shift: Tensor | None = None
 
 
 class MultiheadSpatialAttention(SequencePositions):
@@ -124,13 +108,8 @@ class MultiheadSpatialAttention(SequencePositions):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw projections by Glorot uniform initialisation, the inputs' as one matrix, and u and v uniformly."""
-        for layer in self.children():
-            assert isinstance(layer, nn.Linear)
-            joint = layer in (self.q_proj, self.k_proj, self.v_proj)
-            nn.init.xavier_uniform_(layer.weight, gain=1 / math.sqrt(2) if joint else 1.0)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+        """Draw projections, see :meth:`reset_projections`, and u and v uniformly."""
+        self.reset_projections()
         bound = 1 / math.sqrt(2 * (self.embed_dim // self.num_heads))
         for vector in (self.content_bias, self.position_bias):
             if vector is not None:
@@ -163,16 +142,16 @@ class MultiheadSpatialAttention(SequencePositions):
             ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: a tensor does not have the module's dtype.
         """
-        arguments, _ = self._arguments(query, key, value, key_padding_mask, cache)
-        output = self.out_proj(attended(arguments, self.dropout if self.training else 0.0))
+        attention = self._attention(query, key, value, key_padding_mask=key_padding_mask, cache=cache)
+        output = attention.attend(self.dropout if self.training else 0.0)
+        output = self.out_proj(output.transpose(1, 2).flatten(2))
         if cache is not None:
             cache.steps += query.shape[1]
             if self.causal and self.attention_range != -1:
                 cache.keep(self.attention_range // 2)
         return output.expand(-1, query.shape[1], -1)  # with ε3 alone, all queries have the same result
 
-    @torch.no_grad()
-    def attention_maps(
+    def _attention(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -180,30 +159,29 @@ class MultiheadSpatialAttention(SequencePositions):
         *,
         key_padding_mask: Tensor | None = None,
         cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the attention weights of ``forward`` for inspection, in O(T S) memory. The cache is not changed.
+    ) -> Attention:
+        """Compute ε1 + ε3 as a product, the band of ε2 + ε4, and without ε1 the logits of ε3."""
+        keys = self._keys(query, key, value, key_padding_mask, cache)
+        T, S = query.shape[1], keys.value.shape[2]
+        projected = self._queries(query)
+        band = self._band(projected, keys.value, T, S, keys.start, cache)
+        content: Tensor | None = None
+        content_key, by_key, u = keys.key, None, self.content_bias
+        if self.terms.content:
+            assert projected is not None
+            content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
+        elif content_key is not None and u is not None:
+            by_key = key_saliency(content_key, self._scaled(u))
+            if self.attention_range == -1:
+                content_key = None
+            else:  # the range needs a content term: write ε3 as a product with a query of 1
+                content = torch.ones_like(by_key[:, :, :1, None]).expand(-1, -1, T, -1)
+                content_key, by_key = by_key.unsqueeze(3), None
+        if content is None and band is None and self.causal:
+            band = keys.value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)  # zeros, to define the number of queries
+        return keys._replace(query=content, key=content_key, band=band, by_key=by_key)
 
-        Args:
-            query: As in :meth:`forward`.
-            key: As in :meth:`forward`.
-            value: As in :meth:`forward`.
-            key_padding_mask: As in :meth:`forward`.
-            cache: As in :meth:`forward`.
-            queries: (Q,), positions in ``query``; None for all.
-
-        Returns:
-            (B, M, T, S), or (B, M, Q, S) with ``queries``; S includes the keys of the cache.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        arguments, shift = self._arguments(query, key, value, key_padding_mask, cache)
-        maps = weights_of(arguments).expand(-1, -1, query.shape[1], -1)
-        if shift is not None:
-            maps = maps.gather(3, _rotation(-shift, maps.shape[3])[:, None, None].expand_as(maps))
-        return maps if queries is None else maps[:, :, queries]
-
-    @torch.no_grad()
-    def attention_logits(
+    def _parts(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -211,141 +189,77 @@ class MultiheadSpatialAttention(SequencePositions):
         *,
         key_padding_mask: Tensor | None = None,
         cache: SequenceCache | None = None,
-        queries: Tensor | None = None,
-    ) -> dict[str, Tensor]:
-        """Compute the logits of each term, by its name in :class:`.AttentionTerms`, -inf at masked or distant keys.
+    ) -> dict[str, Attention]:
+        """Return the attention by each term alone, by its name in :class:`.AttentionTerms`."""
+        keys = self._keys(query, key, value, key_padding_mask, cache)
+        T = query.shape[1]
+        reach = self._reach(T, keys.value.shape[2], keys.start)
+        # A band of zeros defines the number of queries and which keys are in range.
+        taps = 1 if keys.outside is None else reach + 1 if self.causal else 2 * reach + 1
+        alone = keys._replace(key=None, band=keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1))
+        projected = self._queries(query)
+        parts: dict[str, Attention] = {}
+        if self.terms.content:
+            parts["content"] = alone._replace(query=projected, key=keys.key)
+        if self.terms.content_position:
+            parts["content_position"] = alone._replace(band=self._band_of(projected, None, T, reach, cache))
+        if self.content_bias is not None and keys.key is not None:
+            parts["saliency"] = alone._replace(by_key=key_saliency(keys.key, self._scaled(self.content_bias)))
+        if self.position_bias is not None:
+            parts["position"] = alone._replace(band=self._band_of(None, self.position_bias, T, reach, cache))
+        return parts
 
-        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
-        """
-        cache = None if cache is None else dataclasses.replace(cache)
-        keys, start = self._prepared(query, key, value, key_padding_mask, cache)
-        found = {}
-        for name, given in self._single_terms(query, keys, start, cache).items():
-            logits = logits_of({**self._frame(keys, start), **given}).expand(-1, -1, query.shape[1], -1)
-            if keys.shift is not None:
-                logits = logits.gather(3, _rotation(-keys.shift, logits.shape[3])[:, None, None].expand_as(logits))
-            found[name] = logits if queries is None else logits[:, :, queries]
-        return found
+    def _queries(self, query: Tensor) -> Tensor | None:
+        """Project and scale queries, (B, M, T, d), if a term uses them."""
+        return None if self.q_proj is None else self._scaled(split_heads(self.q_proj(query), self.num_heads))
 
-    # --- the arguments of ``sequence_attention`` --------------------------------------------------------------------
-
-    def _arguments(
+    def _keys(
         self,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
         key_padding_mask: Tensor | None,
         cache: SequenceCache | None,
-    ) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the arguments of ``sequence_attention``, and the shift of the keys."""
-        keys, start = self._prepared(query, key, value, key_padding_mask, cache)
-        logits = self._logits(query, keys.key, keys.value, start, cache)
-        return {**self._frame(keys, start), **logits}, keys.shift
-
-    def _prepared(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        key_padding_mask: Tensor | None,
-        cache: SequenceCache | None,
-    ) -> tuple[Keys, int]:
-        """Return keys and values, and the first query's position."""
+    ) -> Attention:
+        """Return keys, values and masks, with those of the cache, before any logit is added."""
         key = None if key is query else key
         value = None if value is query and key is None else value
         self._check(query, key, value, key_padding_mask, cache)
+        start, shift = 0 if cache is None else cache.steps, None
         if key is None:
-            keys = self._keys(query, query, key_padding_mask, cache)
-            start = keys.value.shape[2] - query.shape[1] if self.causal else 0
+            keys, values, mask = self._projected(query, query, key_padding_mask, cache)
+            start = values.shape[2] - query.shape[1] if self.causal else 0
+        elif cache is not None and cache.value is not None:  # projected in the first step
+            keys, values, mask, shift = cache.key, cache.value, cache.key_padding_mask, cache.shift
         else:
-            start = 0 if cache is None else cache.steps
-            keys = self._source(key, key if value is None else value, key_padding_mask, cache)
-        return keys, start
-
-    def _frame(self, keys: Keys, start: int) -> dict[str, Any]:
-        """Return the arguments of ``sequence_attention`` other than logits."""
-        mask = keys.padding_mask
-        return dict(value=keys.value, causal=self.causal, key_padding_mask=mask, start=start, scale=1.0)
-
-    def _single_terms(
-        self, query: Tensor, keys: Keys, start: int, cache: SequenceCache | None
-    ) -> dict[str, dict[str, Any]]:
-        """Return the arguments of ``sequence_attention`` for each term alone."""
-        T, S = query.shape[1], keys.value.shape[2]
+            value = key if value is None else value
+            if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
+                # Padding on the left would shift all source positions, so move it to the end.
+                shift = key_padding_mask.int().cumprod(1).sum(1)
+                order = rotation(shift, key.shape[1])
+                same = value is key
+                key = key.gather(1, order.unsqueeze(2).expand_as(key))
+                value = key if same else value.gather(1, order.unsqueeze(2).expand_as(value))
+                key_padding_mask = key_padding_mask.gather(1, order)
+            keys, values, mask = self._projected(key, value, key_padding_mask, cache)
+            if cache is not None:
+                cache.shift = shift
         outside = -math.inf if self.attention_range != -1 else None
-        reach = self._reach(T, S, start)
-        # A band of zeros defines the number of queries and which keys are in range.
-        taps = (reach + 1 if self.causal else 2 * reach + 1) if outside is not None else 1
-        band = keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1)
-        common: dict[str, Any] = dict(query=None, key=None, band_logits=band, outside_logits=outside)
-        projected = None if self.q_proj is None else self._scaled(split_heads(self.q_proj(query), self.num_heads))
-        found: dict[str, dict[str, Any]] = {}
-        if self.terms.content:
-            found["content"] = dict(query=projected, key=keys.key)
-        if self.terms.content_position:
-            found["content_position"] = dict(band_logits=self._band_of(projected, None, T, reach, cache))
-        if self.content_bias is not None and keys.key is not None:
-            saliency = key_saliency(keys.key, self._scaled(self.content_bias))
-            found["saliency"] = dict(position_logits=saliency.unsqueeze(2))
-        if self.position_bias is not None:
-            found["position"] = dict(band_logits=self._band_of(None, self.position_bias, T, reach, cache))
-        return {name: {**common, **given} for name, given in found.items()}
+        return Attention(
+            None, keys, values, outside=outside, key_padding_mask=mask, start=start, causal=self.causal, shift=shift
+        )
 
-    def _keys(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
-        """Append the keys and values of these tokens to the cache, and return all of them."""
-        projected_key = None if self.k_proj is None else split_heads(self.k_proj(key), self.num_heads)
-        projected_value = split_heads(self.v_proj(value), self.num_heads)
+    def _projected(
+        self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None
+    ) -> tuple[Tensor | None, Tensor, Tensor | None]:
+        """Project keys and values, append them to the cache, and return all of them with their mask."""
+        keys = None if self.k_proj is None else split_heads(self.k_proj(key), self.num_heads)
+        values = split_heads(self.v_proj(value), self.num_heads)
         if cache is None:
-            return Keys(projected_key, projected_value, key_padding_mask)
-        cache.append(projected_key, projected_value, key_padding_mask)
+            return keys, values, key_padding_mask
+        cache.append(keys, values, key_padding_mask)
         assert cache.value is not None
-        return Keys(cache.key, cache.value, cache.key_padding_mask)
-
-    def _source(self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None) -> Keys:
-        """Return the keys and values of another sequence, projected only in the first step."""
-        if cache is not None and cache.value is not None:
-            return Keys(cache.key, cache.value, cache.key_padding_mask, cache.shift)
-        shift: Tensor | None = None
-        if key_padding_mask is not None and (self.position_proj is not None or self.attention_range != -1):
-            # Padding on the left would shift all source positions, so move it to the end.
-            shift = key_padding_mask.int().cumprod(1).sum(1)
-            order = _rotation(shift, key.shape[1])
-            same = value is key
-            key = key.gather(1, order.unsqueeze(2).expand_as(key))
-            value = key if same else value.gather(1, order.unsqueeze(2).expand_as(value))
-            key_padding_mask = key_padding_mask.gather(1, order)
-        keys = self._keys(key, value, key_padding_mask, cache)
-        if cache is not None:
-            cache.shift = shift
-        return keys._replace(shift=shift)
-
-    def _logits(
-        self, query: Tensor, key: Tensor | None, value: Tensor, start: int, cache: SequenceCache | None
-    ) -> dict[str, Any]:
-        """Compute query (with u) and key, the band of ε2 + ε4, and the logits of ε3 if ε1 is not used."""
-        T, S = query.shape[1], value.shape[2]
-        projected = None
-        if self.q_proj is not None:
-            projected = self._scaled(split_heads(self.q_proj(query), self.num_heads))
-        band = self._band(projected, value, T, S, start, cache)
-        content, position_logits = None, None
-        if self.terms.content:
-            assert projected is not None
-            u = self.content_bias
-            content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
-        elif key is not None and self.content_bias is not None:
-            saliency = key_saliency(key, self._scaled(self.content_bias))
-            if self.attention_range == -1:
-                key, position_logits = None, saliency.unsqueeze(2)
-            else:  # the range needs a content term: write ε3 as a product with a query of 1
-                key, content = saliency.unsqueeze(3), torch.ones_like(saliency[:, :, :1, None]).expand(-1, -1, T, -1)
-        if content is None and band is None:
-            if self.causal:  # zeros, to define the number of queries
-                band = value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)
-            elif position_logits is None:  # '0000': equal weights
-                position_logits = value.new_zeros(1, 1, 1, S)
-        outside = -math.inf if self.attention_range != -1 else None
-        return dict(query=content, key=key, band_logits=band, outside_logits=outside, position_logits=position_logits)
+        return cache.key, cache.value, cache.key_padding_mask
 
     def _check(
         self,
@@ -389,8 +303,3 @@ class MultiheadSpatialAttention(SequencePositions):
             if getattr(self, name) != default:
                 text += f", {name}={getattr(self, name)}"
         return text
-
-
-def _rotation(shift: Tensor, length: int) -> Tensor:
-    """Return the positions from ``shift`` on, followed by those before it, for every row: (B, length)."""
-    return (torch.arange(length, device=shift.device) + shift.unsqueeze(1)) % length

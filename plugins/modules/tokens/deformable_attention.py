@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...ops import deformable_attention
 from ...ops.deformable_attention.deformable_attention import shapes_on_host
+from ...terms.remembered import remembered
 from ...terms.saliency import sampled_saliency
 from ..common.checks import check_heads, check_tensor, positive
 
@@ -193,7 +193,7 @@ def attend(
         query = query + query_pos
     if not module.batch_first:
         query, value = query.transpose(0, 1), value.transpose(0, 1)
-    shapes = on_host(spatial_shapes)
+    shapes = shapes_on_host(spatial_shapes)
     B, Q, _ = query.shape
     M, L = module.num_heads, module.num_levels
     if len(shapes) != L:
@@ -206,7 +206,7 @@ def attend(
     values = module.value_proj(value)
     if key_padding_mask is not None:
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-    locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
+    locations, weights = samples(module, query, value, key_padding_mask, reference_points, shapes)
     output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
     output = module.output_proj(output)
     if not module.batch_first:
@@ -220,7 +220,7 @@ def samples(
     value: Tensor,
     key_padding_mask: Tensor | None,
     reference_points: Tensor,
-    spatial_shapes: Tensor | Sequence[Sequence[int]],
+    shapes: Sequence[tuple[int, int]],
 ) -> tuple[Tensor, Tensor]:
     """Compute the sampling locations of a module and the weight of every point.
 
@@ -230,7 +230,7 @@ def samples(
         value: (B, S, C).
         key_padding_mask: (B, S), bool.
         reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
-        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
+        shapes: ((H_1, W_1), ..., (H_L, W_L)).
 
     Returns:
         Locations (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map, and weights (B, Q, M, L, K).
@@ -242,8 +242,7 @@ def samples(
     offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
     points = reference_points.to(places)[:, :, None, :, None]
     if reference_points.shape[3] == 2:
-        sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
-        locations = points + offsets / sizes.view(L, 1, 2)
+        locations = points + offsets / _sizes(tuple(n for shape in shapes for n in shape), query.device, places)
     else:
         locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
     logits = module.attention_weights(query).view(B, Q, M, L * K)
@@ -251,21 +250,11 @@ def samples(
         saliency = module.key_saliency(value) * module.gate
         if key_padding_mask is not None:
             saliency = saliency.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        logits = logits + sampled_saliency(saliency, on_host(spatial_shapes), locations).flatten(3)
+        logits = logits + sampled_saliency(saliency, shapes, locations).flatten(3)
     return locations, logits.softmax(-1, dtype=places).view(B, Q, M, L, K)
 
 
-def on_host(spatial_shapes: Tensor | Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Return shapes as ints; a Tensor is copied from its device once for all layers of a transformer."""
-    if not isinstance(spatial_shapes, Tensor):
-        return shapes_on_host(spatial_shapes)
-    if torch.compiler.is_compiling() or spatial_shapes.is_inference():  # no version counter
-        return shapes_on_host(spatial_shapes)
-    version, shapes = _ON_HOST.get(spatial_shapes, (None, []))
-    if version != spatial_shapes._version:
-        shapes = shapes_on_host(spatial_shapes)
-        _ON_HOST[spatial_shapes] = spatial_shapes._version, shapes
-    return shapes
-
-
-_ON_HOST = WeakTensorKeyDictionary()  # version and shapes of each Tensor that exists
+@remembered
+def _sizes(shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return (W, H) of every level from H_1, W_1, H_2 ..., (L, 1, 2)."""
+    return torch.tensor(shapes, device=device, dtype=dtype).view(-1, 1, 2).flip(-1)

@@ -156,11 +156,7 @@ class GridTerms(nn.Module):
             moved["content_position"] = q
         if self.position is not None:
             moved["position"] = (self.scale * self._heads(self.position))[None, :, None, None]
-        found = {}
-        for name, query in moved.items():
-            rows, columns = self._relative(query * self._gate(3), grid)
-            found[name] = (rows.unsqueeze(5) + columns.unsqueeze(4)).flatten(4, 5).flatten(2, 3)
-        return found
+        return {name: pairs_of(*self._relative(query * self._gate(3), grid)) for name, query in moved.items()}
 
     def range_logits(self, grid: Grid, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return row logits (1, 1, H, 1, H) and column logits (1, 1, 1, W, W), 0 in range, else -inf, or None."""
@@ -169,13 +165,24 @@ class GridTerms(nn.Module):
         rows, columns = (shared_axis_window(n, n, self.radius, 1, 1, like.device, like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
 
-    def axis_pairs(self, q: Tensor, grid: Grid) -> Tensor:
-        """Compute ε2 + ε4, gated, and the range of all pairs: (B or 1, M or 1, N, N)."""
-        logits = q.new_zeros(1, 1, 1, 1, 1, 1)
-        for row, column in (self.axis_logits(q, grid), self.range_logits(grid, q)):
+    def pair_logits(
+        self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None, seen: Tensor | None = None
+    ) -> Tensor | None:
+        """Sum all position logits and the range of all pairs: (B or 1, M or 1, N, N), or None.
+
+        Args:
+            x: (B, N, C), tokens.
+            q: (B, M, N, d), scaled queries.
+            grid: (H, W).
+            padding: (B, N), True for padding; or None.
+            seen: (N, N), keys that :meth:`predicted_logits` counts; None for all.
+        """
+        logits = self.predicted_logits(x, grid, padding, seen)
+        for row, column in (self.axis_logits(q.unflatten(2, grid), grid), self.range_logits(grid, q)):
             if row is not None and column is not None:
-                logits = logits + row.unsqueeze(5) + column.unsqueeze(4)
-        return logits.expand(-1, -1, *grid, *grid).flatten(4, 5).flatten(2, 3)
+                pairs = pairs_of(row, column)
+                logits = pairs if logits is None else logits + pairs
+        return logits
 
     def predicted_logits(
         self, x: Tensor, grid: Grid, padding: Tensor | None, seen: Tensor | None = None
@@ -277,6 +284,11 @@ class GridTerms(nn.Module):
 
     def _heads(self, vector: Tensor) -> Tensor:
         return vector.view(self.num_heads, -1)
+
+
+def pairs_of(row: Tensor, column: Tensor) -> Tensor:
+    """Sum row and column logits of a grid for all pairs of its tokens, (B or 1, M or 1, N, N)."""
+    return (row.unsqueeze(5) + column.unsqueeze(4)).flatten(4, 5).flatten(2, 3)
 
 
 def _at_taps(real: Tensor, grid: Grid, radius: Grid) -> Tensor:

@@ -12,26 +12,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...ops import global_attention
 from ...terms.cosine_scale import cosine_operands
 from ...terms.nonlocal_position import Outside, Smoothing
 from ...terms.position_table import table_logits, tap_logits
+from ..common.attention import Attention, Geometry
 from ..common.checks import check_fits, check_heads, check_tensor, one_of, pair
-from .centred_windows import attend_centred, centred_maps
 from .grid_terms import GridTerms
-from .window_parts import window_parts
 from .windows import (
     Attend,
     Pair,
     Project,
     TableAttention,
-    attend_pairs,
     in_windows,
     masked,
-    pair_weights,
     predicted_table,
     project_v2,
     window_maps,
+    window_parts,
 )
 
 Position = Literal["table", "relative", "bilateral", "table+relative", "table+bilateral", "none"]
@@ -207,11 +204,11 @@ class WindowSelfAttention(GridTerms):
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
+        dropout = self.dropout if self.training else 0.0
         if self.window == "centred":
-            q, k, v, logits, taps = self._centred_terms(x)
-            output = attend_centred(q, k, v, logits, taps, self.dropout if self.training else 0.0)
-            return self.proj(output.permute(0, 2, 3, 1, 4).flatten(3))
-        return self.proj(in_windows(x, *self._windows(), self._attention()))
+            return self.proj(self._centred(x).attend(dropout).permute(0, 2, 3, 1, 4).flatten(3))
+        attend = self._attention(by_axes=not dropout)
+        return self.proj(in_windows(x, *self._windows(), attend, lambda attention: attention.attend(dropout)))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, without dropout, in O(N²) memory without ``queries``.
@@ -231,15 +228,8 @@ class WindowSelfAttention(GridTerms):
         """
         self._check(x)
         if self.window == "centred":
-            q, k, _, logits, taps = self._centred_terms(x)
-            return centred_maps(q, k, logits, taps, queries)
-        table = self.position_logits()
-
-        def weigh(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-            q, k = self._operands(q, k)
-            return pair_weights(q, k, self._pair_logits(table, q, mask, tokens))
-
-        return window_maps(x, *self._windows(), weigh, queries)
+            return self._centred(x).map_weights(x.shape[1:3], queries)
+        return window_maps(x, *self._windows(), self._attention(by_axes=False), queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the softmax of each term's own logits; arguments as in :meth:`attention_maps`.
@@ -250,35 +240,29 @@ class WindowSelfAttention(GridTerms):
         """
         self._check(x)
         if self.window == "centred":
-            q, k, _, logits, taps = self._centred_terms(x)
-            if logits is None:
+            parts = self._centred(x).parts()
+            if len(parts) < 2:
                 return {}
-            nothing = torch.zeros_like(logits)
-            positions = centred_maps(torch.zeros_like(q), k, logits, taps, queries)
-            return dict(content=centred_maps(q, k, nothing, taps, queries), positions=positions)
-        has = dict(
-            content=True,
-            content_position=self.terms.content_position,
-            position=self.terms.position,
-            table=self._offset_table() is not None,
-            predicted=self.predictor is not None,
-        )
-        names = [name for name, there in has.items() if there]
-        if len(names) < 2:
+            return {
+                "positions" if name == "position" else name: part.map_weights(x.shape[1:3], queries)
+                for name, part in parts.items()
+            }
+        if self.position_kind == "none":
             return {}
-        return window_parts(x, *self._windows(), self._operands, self._term, names, queries)
+        table = self.position_logits()
 
-    def _term(self, name: str, q: Tensor, k: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        """Compute one term's logits in a partition's windows; see :func:`.window_parts`."""
-        if name == "content":
-            return q @ k.mT
-        logits = self.position_logits() if name == "table" else None
-        if name == "predicted":
-            logits = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
-        elif logits is None:
-            return self.relative_terms(q.unflatten(2, self.window_size), self.window_size)[name]
-        assert logits is not None
-        return logits.unsqueeze(0) if name == "table" else logits
+        def parts_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Attention]:
+            q, k = self._operands(q, k)
+            terms = self.relative_terms(q.unflatten(2, self.window_size), self.window_size)
+            if table is not None:
+                terms["table"] = table.unsqueeze(0)
+            predicted = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
+            if predicted is not None:
+                terms["predicted"] = predicted
+            parts = {name: Attention(None, None, v, pair=masked(logits, mask, q)) for name, logits in terms.items()}
+            return {"content": Attention(q, k, v, pair=masked(None, mask, q)), **parts}
+
+        return window_parts(x, *self._windows(), parts_of, queries)
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
@@ -312,58 +296,44 @@ class WindowSelfAttention(GridTerms):
             return predicted_table(self.cpb_mlp, self.window_size, self.pretrained_window_size)
         return self.relative_position_bias_table
 
-    def _attention(self) -> Attend:
-        """Return the attention function for a partition's windows."""
-        dropout = self.dropout if self.training else 0.0
+    def _attention(self, by_axes: bool) -> Attend:
+        """Return what attention in a partition's windows adds up; ε2 + ε4 alone by rows and columns if ``by_axes``."""
         table = self.position_logits()
         if self.gate is None:
             scale = self.scale if self.logit_scale is None else 1.0
-            return TableAttention(table, scale, dropout, self.logit_scale)
-        by_axes = table is None and self.predictor is None and not dropout
+            return TableAttention(table, scale, self.logit_scale)
+        by_axes = by_axes and table is None and self.predictor is None
+        h, w = window = self.window_size
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Attention:
             q, k = self._operands(q, k)
-            if by_axes:
-                return self._attend_by_axes(q, k, v, mask)
-            return attend_pairs(q, k, v, self._pair_logits(table, q, mask, tokens), dropout=dropout)
+            if not by_axes:
+                pair = self.pair_logits(tokens, q, window, None, None if mask is None else mask == 0)
+                if table is not None:
+                    pair = table.unsqueeze(0) if pair is None else table + pair
+                return Attention(q, k, v, pair=masked(pair, mask, q))
+            q, k, v = (tokens.unflatten(2, window) for tokens in (q, k, v))
+            rows, columns = self.axis_logits(q, window)
+            if mask is not None and rows is not None and columns is not None:
+                mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of row and column masks
+                rows, columns = rows + mask[:, 0, :, 0].unsqueeze(1), columns + mask[0, :, 0, :]
+            return Attention(q, k, v, rows, columns)
 
         return attend
 
-    def _attend_by_axes(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend with ε2 + ε4 as row and column logits; queries are scaled."""
-        h, w = window = self.window_size
-        q, k, v = (tokens.unflatten(2, window) for tokens in (q, k, v))
-        rows, columns = self.axis_logits(q, window)
-        if mask is not None and rows is not None and columns is not None:
-            mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of row and column masks
-            rows, columns = rows + mask[:, 0, :, 0].unsqueeze(1), columns + mask[0, :, 0, :]
-        return global_attention(q, k, v, row_logits=rows, column_logits=columns).flatten(2, 3)
-
-    def _pair_logits(self, table: Tensor | None, q: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """Sum all position logits and the mask, for scaled queries: (n or 1, M or 1, N, N)."""
-        logits = None if table is None else table.unsqueeze(0)
-        added = [self.axis_pairs(q.unflatten(2, self.window_size), self.window_size)] if self.needs_grid else []
-        if self.predictor is not None:
-            predicted = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
-            assert predicted is not None
-            added.append(predicted)
-        for term in added:
-            logits = term if logits is None else logits + term
-        return masked(logits, mask, q)
-
-    def _centred_terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Pair]:
-        """Return scaled queries, keys, values (B, M, H, W, d), logits (B or 1, M, H, W, n), and the window's sides."""
+    def _centred(self, x: Tensor) -> Attention:
+        """Return what attention in centred windows adds up."""
         H, W = x.shape[1:3]
         q, k, v = self._project(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self._operands(q, k)
         radius = self.radius if self.radius is not None else max(self.window_size)
         reach = min(self.window_size[0] // 2, radius), min(self.window_size[1] // 2, radius)
-        logits, taps = self.tap_logits(x.flatten(1, 2), q, (H, W), None, reach)
+        taps, sides = self.tap_logits(x.flatten(1, 2), q, (H, W), None, reach)
         table = self._offset_table()
         if table is not None:
-            of_table = tap_logits(table, self.window_size, taps)[None, :, None, None].expand(-1, -1, H, W, -1)
-            logits = of_table if logits is None else logits + of_table
-        return q, k, v, logits, taps
+            of_table = tap_logits(table, self.window_size, sides)[None, :, None, None].expand(-1, -1, H, W, -1)
+            taps = of_table if taps is None else taps + of_table
+        return Attention(q, k, v, taps=taps, window=Geometry.around(sides))
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, window_size={self.window_size}, shift_size={self.shift_size}"

@@ -7,33 +7,40 @@ window row by row, n windows of one group in the whole batch, M heads, d width p
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops import sequence_attention
 from ...terms.cosine_scale import cosine_operands
 from ...terms.log_positions import bounded_logits, log_coordinates
 from ...terms.position_table import table_logits
 from ...terms.remembered import remembered
 from ...terms.window import shifted_window_masks, shifted_window_segments
-from ..common.capture import checked_queries
+from ..common.attention import Attention, checked_queries
 from .token_moves import inverse, reorder, split_heads
 
 Pair = tuple[int, int]
 Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
-# From query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C) to (n, M, N, width).
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Tensor]
+# From query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C).
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Attention]
 
 
-def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, attend: Attend) -> Tensor:
+def in_windows(
+    x: Tensor,
+    window: Pair,
+    shift: Pair,
+    num_heads: int,
+    project: Project,
+    attend: Attend,
+    result: Callable[[Attention], Tensor] = Attention.attend,
+) -> Tensor:
     """Attend from every token of a map to the tokens of its window.
 
     The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
     with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
-    once for all windows that share a mask, or, if it is a :class:`TableAttention` without dropout, for all windows.
+    once for all windows that share a mask, or, if it is a :class:`TableAttention`, for all windows.
 
     Args:
         x: (B, H, W, C).
@@ -41,10 +48,11 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         shift: Rows and columns, each less than the window's.
         num_heads: M.
         project: Function from tokens to queries, keys and values, in this order.
-        attend: Attention of windows that share a mask.
+        attend: What attention in windows that share a mask adds up.
+        result: Function from that to (n, M, N, width), or N as a grid: the weighted sums of values.
 
     Returns:
-        (B, H, W, M * width), with the width of the results of ``attend``.
+        (B, H, W, M * width).
     """
     B, H, W, C = x.shape
     h, w = window
@@ -56,18 +64,18 @@ def in_windows(x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Pr
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if padded else shift
-    at_once = any(shift) and isinstance(attend, TableAttention) and not attend.dropout
+    at_once = any(shift) and isinstance(attend, TableAttention)
     sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
     tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
     heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
     if at_once:
         segments = shifted_window_segments((nH, nW), window, shift, x.device)
-        attended = [cast(TableAttention, attend).in_segments(*heads[0], segments)]
+        attentions = [attend(*heads[0], None, tokens)._replace(segment_ids=segments)]
     else:
         masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype) if any(shift) else [None]
         groups = zip(heads, masks, tokens.split(sizes))
-        attended = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
-    attended = [each.transpose(1, 2).flatten(2) for each in attended]
+        attentions = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
+    attended = [result(attention).flatten(2, -2).transpose(1, 2).flatten(2) for attention in attentions]
     width = attended[0].shape[2]
     joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
     if padded:
@@ -103,27 +111,22 @@ class TableAttention:
     Args:
         logits: (M, N, N), or None.
         scale: Factor of the content term.
-        dropout: Dropout probability of the attention weights, which are then held in memory.
         logit_scale: Logarithm of a head's scale, (M, 1, 1), for scaled cosine attention (Liu et al. 2022, Eq. 2).
     """
 
-    def __init__(
-        self, logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0, logit_scale: Tensor | None = None
-    ) -> None:
+    def __init__(self, logits: Tensor | None, scale: float = 1.0, logit_scale: Tensor | None = None) -> None:
         self.logits = None if logits is None else logits.unsqueeze(0)
-        self.scale, self.dropout, self.logit_scale = scale, dropout, logit_scale
+        self.scale, self.logit_scale = scale, logit_scale
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Tensor:
-        q, k = self._operands(q, k)
-        return attend_pairs(q, k, v, masked(self.logits, mask, q), self.scale, self.dropout)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Attention:
+        if self.logit_scale is not None:
+            q, k = cosine_operands(q, k, self.logit_scale)
+        return Attention(q, k, v, pair=masked(self.logits, mask, q), scale=self.scale)
 
-    def in_segments(self, q: Tensor, k: Tensor, v: Tensor, segment_ids: Tensor) -> Tensor:
-        """Attend in all windows at once, without dropout; ``segment_ids``: those of :func:`shifted_window_segments`."""
-        q, k = self._operands(q, k)
-        return sequence_attention(q, k, v, position_logits=self.logits, scale=self.scale, segment_ids=segment_ids)
-
-    def _operands(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return (q, k) if self.logit_scale is None else cosine_operands(q, k, self.logit_scale)
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Attention]:
+        """Return the attention by content alone and by ``logits`` alone, for :func:`window_parts`."""
+        parts = self(q, k, v, None, tokens).parts()
+        return {name: part._replace(pair=masked(part.pair, mask, q)) for name, part in parts.items()}
 
 
 def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -131,17 +134,6 @@ def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
     if mask is None:
         return logits
     return mask.to(like.dtype)[None, None] if logits is None else logits + mask.to(logits.dtype)
-
-
-def attend_pairs(
-    q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, scale: float = 1.0, dropout: float = 0.0
-) -> Tensor:
-    """Apply ``sequence_attention`` with position logits; with dropout, hold the weights in memory."""
-    if not dropout:
-        return sequence_attention(q, k, v, position_logits=position_logits, scale=scale)
-    logits = scale * (q @ k.mT)
-    weights = (logits if position_logits is None else logits + position_logits).softmax(-1)
-    return F.dropout(weights.to(v.dtype), dropout) @ v
 
 
 def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:
@@ -175,15 +167,15 @@ def _coordinates(window: Pair, pretrained: Pair, device: torch.device, dtype: to
     return log_coordinates(window, pretrained, device=device).to(dtype).flatten(0, 1)
 
 
-def pair_weights(q: Tensor, k: Tensor, position_logits: Tensor | None, scale: float = 1.0) -> Tensor:
-    """Compute the attention weights of :func:`attend_pairs` without dropout, (n, M, N, N), float32 at least."""
-    logits = scale * (q @ k.mT)
-    logits = logits if position_logits is None else logits + position_logits
-    return logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
-
-
 def window_maps(
-    x: Tensor, window: Pair, shift: Pair, num_heads: int, project: Project, weigh: Attend, queries: Tensor | None
+    x: Tensor,
+    window: Pair,
+    shift: Pair,
+    num_heads: int,
+    project: Project,
+    attend: Attend,
+    queries: Tensor | None = None,
+    result: Callable[[Attention], Tensor] = Attention.weights,
 ) -> Tensor:
     """Compute the ``attention_maps`` of windows: weights on the whole map, 0 outside the query's window.
 
@@ -195,23 +187,25 @@ def window_maps(
         shift: See :func:`in_windows`.
         num_heads: See :func:`in_windows`.
         project: See :func:`in_windows`.
-        weigh: Replaces ``attend``; returns the weights (n, M, N, N) of queries and keys.
+        attend: See :func:`in_windows`.
         queries: (Q, 2), rows and columns; None for all.
+        result: Function to values of queries and keys, (n, M, N, p * N): weights, of p parts one after another.
 
     Returns:
-        (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``.
+        (B, M * p, H, W, H, W), or (B, M * p, Q, H, W) with ``queries``.
 
     Raises:
         ValueError: ``queries`` are not positions on the map.
     """
     H, W = x.shape[1:3]
     N = window[0] * window[1]
-    weights = in_windows(x, window, shift, num_heads, project, weigh).unflatten(3, (num_heads, N)).flatten(1, 2)
+    weights = in_windows(x, window, shift, num_heads, project, attend, result).unflatten(3, (-1, N)).flatten(1, 2)
     # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
     numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
     places = in_windows(
-        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: v.mT.expand(-1, -1, N, -1)
-    )
+        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: Attention(q, k, v),
+        lambda attention: attention.value.mT.expand(-1, -1, N, -1),
+    )  # fmt: skip
     index = places.long().view(1, H * W, 1, N)
     if queries is not None:
         row, column = checked_queries(queries, (H, W), x.device)
@@ -219,6 +213,32 @@ def window_maps(
     maps = weights.new_zeros((*weights.shape[:3], 1 + H * W)).scatter_add_(3, index.expand_as(weights), weights)
     maps = maps[..., 1:].unflatten(3, (H, W)).transpose(1, 2)
     return maps.unflatten(2, (H, W)) if queries is None else maps
+
+
+def window_parts(
+    x: Tensor,
+    window: Pair,
+    shift: Pair,
+    num_heads: int,
+    project: Project,
+    parts: Callable[..., dict[str, Attention]],
+    queries: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Compute the softmax of each term's own logits, by name; ``parts`` returns them instead of ``attend``.
+
+    Other arguments and results are those of :func:`window_maps`.
+    """
+    names: list[str] = []
+
+    def attend(*operands: Any) -> Any:
+        return parts(*operands)
+
+    def result(attentions: Any) -> Tensor:
+        names[:] = attentions
+        return torch.cat([attention.weights() for attention in attentions.values()], 3)
+
+    maps = window_maps(x, window, shift, num_heads, project, attend, queries, result)
+    return dict(zip(names, maps.unflatten(1, (num_heads, -1)).unbind(2)))
 
 
 def _cat(tensors: list[Tensor], dim: int) -> Tensor:

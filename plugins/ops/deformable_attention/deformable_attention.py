@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
 from ..common.operator import Operator
@@ -89,21 +90,31 @@ def deformable_attention(
 
 
 def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
-    """Return ``spatial_shapes`` as numbers.
+    """Return ``spatial_shapes`` as numbers; a Tensor is copied from its device once for all layers of a model.
 
     Raises:
         ValueError: it does not hold (H, W) of at least one level.
     """
     if isinstance(spatial_shapes, Tensor):
+        counted = not (torch.compiler.is_compiling() or spatial_shapes.is_inference())  # has a version
+        version, shapes = _COPIED.get(spatial_shapes, (None, [])) if counted else (None, [])
+        if counted and version == spatial_shapes._version:
+            return shapes
         if spatial_shapes.dtype.is_floating_point or spatial_shapes.dtype == torch.bool or spatial_shapes.dim() != 2:
             raise ValueError(
                 f"spatial_shapes must be an integer Tensor (L, 2), got {spatial_shapes.dtype} of shape "
                 f"{tuple(spatial_shapes.shape)}"
             )
-        spatial_shapes = spatial_shapes.tolist()
+        shapes = shapes_on_host(spatial_shapes.tolist())
+        if counted:
+            _COPIED[spatial_shapes] = spatial_shapes._version, shapes
+        return shapes
     if not isinstance(spatial_shapes, Sequence) or not spatial_shapes:
         raise ValueError(f"spatial_shapes must hold (H, W) of at least one level, got {spatial_shapes!r}")
     return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+
+
+_COPIED = WeakTensorKeyDictionary()  # version and shapes of each Tensor that exists
 
 
 def _check_beside(name: str, tensor: Any, value: Tensor) -> None:

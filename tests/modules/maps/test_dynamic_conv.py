@@ -105,7 +105,7 @@ def test_attention_maps():
     total = maps.sum((-2, -1))
     torch.testing.assert_close(total[:, :, 1:-1, 1:-1], torch.ones(1, 3, 2, 3, dtype=torch.float64))
     assert (total[:, :, 0] < 1).all()  # the weight of the taps outside
-    value, _ = module._terms(x)
+    value = module._attention(x).value
     convolved = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
     torch.testing.assert_close(x + module.gamma * module.output(convolved), module(x))
 

@@ -162,7 +162,7 @@ def test_attention_maps(options):
     Hq, Wq = module.attention_size((5, 7))
     assert maps.shape == (2, 2, Hq, Wq, 5, 7)
     torch.testing.assert_close(maps.sum((-2, -1)), torch.ones(2, 2, Hq, Wq, dtype=torch.float64))
-    value = module._terms(x)[2]
+    value = module._attention(x).value
     attended = torch.einsum("bmhwyx,bmyxd->bmdhw", maps, value).flatten(1, 2)
     torch.testing.assert_close(module.output(attended), module(x))
     queries = torch.tensor([[0, 1], [2, 2]])

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from attn_plugins import ops
 from attn_plugins.modules import WindowSelfAttention, capture_attention
-from attn_plugins.modules.tokens import windows
+from attn_plugins.modules.common import attention
 from attn_plugins.modules.tokens.grid_terms import GridTerms
 from tests.helpers.window_self_attention import CASES, C, M, layer, tokens
 
@@ -124,7 +124,7 @@ def test_windows_share_masks(monkeypatch):
         seen.extend(tuple(ids.shape) for ids in [kwargs.get("segment_ids")] if ids is not None)
         return ops.sequence_attention(*args, position_logits=position_logits, **kwargs)
 
-    monkeypatch.setattr(windows, "sequence_attention", watched)
+    monkeypatch.setattr(attention, "sequence_attention", watched)
     layer(window_size=3, shift_size=1)(tokens((12, 15)))
     assert seen == [(40, (1, M, 9, 9)), (20, 9)]
     seen.clear()
