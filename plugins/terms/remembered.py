@@ -68,17 +68,17 @@ def remembered(function: Callable[P, T]) -> Callable[P, T]:
 
 def _device(arguments: Iterable[object]) -> torch.device | None:
     """Return the device among arguments that identify a result; None if they do not."""
-    found: torch.device | None = None
+    device: torch.device | None = None
     for argument in arguments:
         if isinstance(argument, torch.device):
-            found = argument
+            device = argument
         elif type(argument) is tuple:
             if any(type(n) is not int for n in argument):
                 return None
         elif type(argument) not in PLAIN:
             return None
-    if found is None or found.type == "cpu" or (found.type == "cuda" and found.index is not None):
-        return found
+    if device is None or device.type == "cpu" or (device.type == "cuda" and device.index is not None):
+        return device
     return None  # "cuda" without an index is another device after torch.cuda.set_device
 
 

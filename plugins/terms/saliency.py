@@ -61,6 +61,6 @@ def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], 
     for values, shape, locations in zip(levels, spatial_shapes, sampling_locations.unbind(3)):
         # Treat every point as a separate query with a single sample of weight 1.
         points = locations.transpose(2, 3).reshape(B, Q * K, M, 1, 1, 2)
-        found = deformable_attention(values, [shape], points, points.new_ones(1).expand(B, Q * K, M, 1, 1))
-        sampled.append(found.view(B, Q, K, M).transpose(2, 3))
+        at_points = deformable_attention(values, [shape], points, points.new_ones(1).expand(B, Q * K, M, 1, 1))
+        sampled.append(at_points.view(B, Q, K, M).transpose(2, 3))
     return torch.stack(sampled, 3)

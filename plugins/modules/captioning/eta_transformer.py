@@ -237,13 +237,13 @@ class MultimodalDecoderBlock(nn.Module):
         if self.entangled is not None:
             return self.entangled(a, visual, semantic, caches)
         modalities = {"visual": visual, "semantic": semantic}
-        found: dict[str, Tensor] = {}
+        attended: dict[str, Tensor] = {}
         guided = a
         for name, attention in self.attentions.items():
             query = a if self.fusion == "parallel" else guided
-            found[name] = guided = attention(query, modalities[name], cache_of(caches, name))
+            attended[name] = guided = attention(query, modalities[name], cache_of(caches, name))
         if self.fusion == "parallel":
-            return Entangled(found["visual"], found["semantic"], found["semantic"], found["visual"])
+            return Entangled(*(attended[name] for name in ("visual", "semantic", "semantic", "visual")))
         return guided
 
 

@@ -107,10 +107,10 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
         raise ValueError(f"model must have an attention module of attn_plugins, got {type(model).__name__} without any")
     chosen: dict[str, Any] = {}
     for pattern in [layers] if isinstance(layers, str) else layers:
-        found = {name: layer for name, layer in known.items() if fnmatchcase(name, pattern)}
-        if not found:
+        matching = {name: layer for name, layer in known.items() if fnmatchcase(name, pattern)}
+        if not matching:
             raise ValueError(f"layers must name attention layers, and none is called {pattern!r}: {', '.join(known)}")
-        chosen.update(found)
+        chosen.update(matching)
     captured: dict[str, Captured] = {}
 
     def keep(call: Captured) -> None:

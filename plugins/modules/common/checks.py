@@ -107,11 +107,11 @@ def check_window(x: Tensor, kernel_size: Sequence[int], padding: Sequence[int], 
         )
 
 
-def check_table_size(x: Tensor, made: tuple[int, int], found: tuple[int, int], input_size: tuple[int, int]) -> None:
-    """Check that the map's size that relative tables were ``made`` for is the size ``found``."""
-    if made != found:
+def check_table_size(x: Tensor, made: tuple[int, int], size: tuple[int, int], input_size: tuple[int, int]) -> None:
+    """Check that relative tables were ``made`` for a map of ``size``."""
+    if made != size:
         raise ValueError(
-            f"x of size {tuple(x.shape[2:])} attends on a {found} map, but the relative tables are made for {made} "
+            f"x of size {tuple(x.shape[2:])} attends on a {size} map, but the relative tables are made for {made} "
             f"(input_size={input_size}): use inputs of that size or resize_tables=True"
         )
 

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...terms.relative_position import relative_logits
-from ...terms.relative_table import resize_table
 from ...terms.remembered import remembered
 from ...terms.sine_position import sine_encoding
-from ..common.attention import Attention, MapAttention
-from ..common.checks import check_map, check_table_size, one_of, pair, positive
+from ..common.attention import Attention
+from ..common.checks import check_map, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
-from .relative_tables import load_resized
+from .relative_tables import RelativeTables
 
 Position = Literal["relative", "none", "sine", "coordconv"]
 
 
-class AAConv2d(MapAttention):
+class AAConv2d(RelativeTables):
     """Concatenation of ``out_channels - dv`` channels of a convolution and ``dv`` of multi-head self-attention.
 
     Source: Bello et al. (2019), Eq. 1 to 4 and Figure 8. The logit of pixel j for pixel i, in every head, is
@@ -85,7 +83,7 @@ class AAConv2d(MapAttention):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         positive(
             in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation,
             groups=groups,
@@ -99,14 +97,12 @@ class AAConv2d(MapAttention):
             raise ValueError(f"dk must be a positive multiple of num_heads = {num_heads}, got {dk!r}")
         if dv and position == "sine" and in_channels % 4:
             raise ValueError(f"position 'sine' needs in_channels in multiples of 4, got {in_channels}")
-        size = None if input_size is None else pair("input_size", input_size)
         kernel, same = _same_padding(kernel_size, dilation, padding)
         self.in_channels, self.out_channels, self.kernel_size, self.stride = in_channels, out_channels, kernel, stride
         self.padding, self.dilation, self.groups = same, dilation, groups
         self.dk, self.dv, self.num_heads = dk if dv else 0, dv, num_heads
-        self.position, self.pool, self.resize_tables = position, pool, resize_tables
+        self.pool = pool
         self.scale = (self.dk // num_heads) ** -0.5 if dv else 1.0
-        self.input_size: tuple[int, int] | None = None
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.conv: nn.Conv2d | None = None
         if dv < out_channels:
@@ -115,22 +111,13 @@ class AAConv2d(MapAttention):
             )
         self.qkv: nn.Conv2d | None = None
         self.proj: nn.Conv2d | None = None
-        self.height_rel: nn.Parameter | None = None
-        self.width_rel: nn.Parameter | None = None
+        kind = position if dv else "none"
+        self.make_tables(kind, input_size, self.dk // num_heads, resize_tables, **factory)
+        self.position = position
         if not dv:
             return
         self.qkv = nn.Conv2d(in_channels + 3 * (position == "coordconv"), 2 * dk + dv, 1, bias=False, **factory)
         self.proj = nn.Conv2d(dv, dv, 1, bias=False, **factory)
-        if position == "relative":
-            if size is None:
-                raise ValueError(
-                    "position 'relative' needs input_size=(H, W), the size of the layer's input, for its tables; "
-                    "'none', 'sine' and 'coordconv' need none"
-                )
-            self.input_size = size
-            H, W = self.attention_size(list(size))
-            self.height_rel = nn.Parameter(torch.empty(2 * H - 1, dk // num_heads, **factory))
-            self.width_rel = nn.Parameter(torch.empty(2 * W - 1, dk // num_heads, **factory))
         self.reset_parameters()
 
     @classmethod
@@ -187,9 +174,7 @@ class AAConv2d(MapAttention):
         for projection in (self.qkv, self.proj):
             if projection is not None:
                 nn.init.xavier_uniform_(projection.weight)
-        for table in (self.height_rel, self.width_rel):
-            if table is not None:
-                nn.init.normal_(table, std=table.shape[1] ** -0.5)
+        super().reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
@@ -239,29 +224,15 @@ class AAConv2d(MapAttention):
             part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
             for part in qkv.split((self.dk, self.dk, self.dv), -1)
         )
-        row, column = None, None
-        if self.height_rel is not None and self.width_rel is not None:
-            H, W = query.shape[2], query.shape[3]
-            row = relative_logits(query, self._table(self.height_rel, H), H, "row")
-            column = relative_logits(query, self._table(self.width_rel, W), W, "column")
-        return Attention(query, key, value, row, column, scale=self.scale)
-
-    def _table(self, table: Tensor, size: int) -> Tensor:
-        """Return a table, (M, d, 2 * size - 1), scaled because it is smaller than the queries."""
-        return (resize_table(table, size).t() * self.scale).expand(self.num_heads, -1, -1)
+        tables = self.table_logits(query, self.scale, query.shape[2:4])
+        return Attention(query, key, value, *tables, scale=self.scale)
 
     def _check(self, x: Tensor) -> None:
         if self.qkv is not None:
             check_map(x, self.in_channels, self.qkv.weight)
         elif self.conv is not None:
             check_map(x, self.in_channels, self.conv.weight)
-        if self.input_size is not None and not self.resize_tables:
-            made = self.attention_size([self.input_size[0], self.input_size[1]])
-            check_table_size(x, made, self.attention_size([x.shape[2], x.shape[3]]), self.input_size)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        load_resized(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        self.check_size(x)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, dk={self.dk}, dv={self.dv}"

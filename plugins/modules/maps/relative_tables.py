@@ -34,22 +34,29 @@ class RelativeTables(MapAttention):
     ) -> None:
         super().__init__()
         one_of(Position, position=position)
+        self.make_tables(position, input_size, width, resize_tables, device=device, dtype=dtype)
+        RelativeTables.reset_parameters(self)
+
+    def make_tables(
+        self, position: str, input_size: int | Sequence[int] | None, width: int, resize_tables: bool, **factory: Any
+    ) -> None:
+        """Create the tables for ``position='relative'``, which needs an ``input_size``."""
         size = None if input_size is None else pair("input_size", input_size)
         self.position, self.resize_tables = position, resize_tables
         self.input_size: tuple[int, int] | None = None
         self.height_rel: nn.Parameter | None = None
         self.width_rel: nn.Parameter | None = None
-        if position == "none":
+        if position != "relative":
             return
         if size is None:
             raise ValueError(
                 "position 'relative' needs input_size=(H, W), the size of the module's input, for its tables; "
-                "'none' needs none"
+                "other positions need none"
             )
-        H, W = self.input_size = size
-        self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, device=device, dtype=dtype))
-        self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, device=device, dtype=dtype))
-        RelativeTables.reset_parameters(self)
+        self.input_size = size
+        H, W = self.attention_size(size)
+        self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, **factory))
+        self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, **factory))
 
     def reset_parameters(self) -> None:
         """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
@@ -63,13 +70,13 @@ class RelativeTables(MapAttention):
         """Compute the scaled products of queries and tables.
 
         Args:
-            query: (B, 1, H, W, d).
+            query: (B, M, H, W, d).
             scale: Factor of the products.
             keys: Number of key rows and of key columns.
             stride: Distance between keys, in rows and columns of queries.
 
         Returns:
-            (B, 1, H, W, keys[0]) and (B, 1, H, W, keys[1]); None, None without tables.
+            (B, M, H, W, keys[0]) and (B, M, H, W, keys[1]); None, None without tables.
         """
         if self.height_rel is None or self.width_rel is None:
             return None, None
@@ -78,23 +85,20 @@ class RelativeTables(MapAttention):
             size = query.shape[2 + n]
             # Strided keys may end before the last row of queries; drop the offsets beyond.
             offsets = resize_table(table, size)[: size + (keys[n] - 1) * stride[n]]
-            encoded = (offsets.t() * scale).unsqueeze(0)  # scale the table, which is smaller than the queries
+            encoded = (offsets.t() * scale).expand(query.shape[1], -1, -1)  # the table is smaller than the queries
             logits.append(relative_logits(query, encoded, keys[n], axis, 1, stride[n]))
         return logits[0], logits[1]
 
     def check_size(self, x: Tensor) -> None:
         """Check that the tables fit the size of ``x``."""
         if self.input_size is not None and not self.resize_tables:
-            check_table_size(x, self.input_size, (x.shape[2], x.shape[3]), self.input_size)
+            made, size = (self.attention_size(size) for size in (self.input_size, x.shape[2:]))
+            check_table_size(x, made, size, self.input_size)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        load_resized(self, state_dict, prefix)
+        """Resize the tables of a checkpoint from another image size, with the forward's interpolation."""
+        for name in ("height_rel", "width_rel"):
+            made, loaded = getattr(self, name), state_dict.get(prefix + name)
+            if self.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
+                state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-def load_resized(module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Resize the tables of a checkpoint from another image size to ``module``'s, with its forward's interpolation."""
-    for name in ("height_rel", "width_rel"):
-        made, loaded = getattr(module, name), state_dict.get(prefix + name)
-        if module.resize_tables and made is not None and loaded is not None and loaded.shape[1:] == made.shape[1:]:
-            state_dict[prefix + name] = resize_table(loaded, (made.shape[0] + 1) // 2)

@@ -107,7 +107,7 @@ class AttendedLSTM(nn.Module):
                 alignments[name].append(alignment)
             attended = torch.tanh(self.output(torch.cat(seen, 1)))
             outputs.append(attended)
-        weights = {name: torch.cat(found, 1) for name, found in alignments.items()}
+        weights = {name: torch.cat(steps, 1) for name, steps in alignments.items()}
         return self.dropout(torch.stack(outputs, 1)), weights, AttendedLSTMState(hidden, cell, attended, keys)
 
     def _attention(self, name: str) -> AlignmentAttention:
