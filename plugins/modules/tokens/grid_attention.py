@@ -43,7 +43,7 @@ class GridAttention(GridTerms):
             k: (B, M, S, d); S = T if a term needs positions.
             v: (B, M, S, dv).
             grid: (H, W); (1, N) without positions.
-            prefix: P.
+            prefix: P; 0 without positions.
             padding: (B, S), True for keys to leave out.
             mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits, which are then held
                 in memory.
@@ -85,8 +85,7 @@ class GridAttention(GridTerms):
         query: Tensor | None = on_grid if self.terms.content else None
         if self.saliency is not None:  # ε1 + ε3 = (q + u)·k, of all keys
             u = self.saliency_query()
-            size = (1, 1) if row is None and column is None else grid
-            query = u.expand(len(q), -1, *size, -1) if query is None else query + u
+            query = u.expand(len(q), -1, *grid, -1) if query is None else query + u
         key, prefix_key = (None, None) if query is None else (k[:, :, prefix:].unflatten(2, grid), k[:, :, :prefix])
         value, prefix_value = v[:, :, prefix:].unflatten(2, grid), v[:, :, :prefix]
         return Attention(query, key, value, row, column, prefix_key=prefix_key, prefix_value=prefix_value)
@@ -128,16 +127,7 @@ class GridAttention(GridTerms):
         padding: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Compute the gated logits of each term; :meth:`attend` applies the softmax to their sum.
-
-        Args:
-            x: As in :meth:`attend`.
-            q: As in :meth:`attend`.
-            k: As in :meth:`attend`.
-            grid: As in :meth:`attend`.
-            prefix: As in :meth:`attend`.
-            padding: As in :meth:`attend`.
-            mask: As in :meth:`attend`.
+        """Compute the gated logits of each term, whose sum's softmax :meth:`attend` applies to the same arguments.
 
         Returns:
             (B, M, T, S) by the names of :class:`.AttentionTerms`, and ``predicted``, each -inf at masked keys. A mask

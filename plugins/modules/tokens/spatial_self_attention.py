@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
 from .grid_attention import GridAttention, check_grid
-from .grid_terms import Grid
 
 
 class SpatialSelfAttention(GridAttention):
@@ -106,8 +105,8 @@ class SpatialSelfAttention(GridAttention):
             value: (B, P + N, C); None for ``key``.
             grid: (H, W) with H * W = N; needed for ε2, ε4, δ and a range.
             key_padding_mask: (B, P + N), bool; True for padding.
-            attn_mask: (T, S) or (B * M, T, S), T = P + N, bool (True leaves out) or added to the logits. With a mask
-                the weights are held in memory.
+            attn_mask: (T, S) or (B * M, T, S), T = P + N, bool (True leaves out) or added to the logits, which
+                are then held in memory.
             prefix_tokens: P, class tokens and registers, which attend and are attended to by ε1 and ε3 alone.
 
         Returns:
@@ -117,9 +116,9 @@ class SpatialSelfAttention(GridAttention):
             ValueError: a shape does not match, or a required grid is missing.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
-        q, k, v, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        q, k, v, *places, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0
-        output = self.attend(query, q, k, v, places, prefix_tokens, key_padding_mask, attn_mask, dropout)
+        output = self.attend(query, q, k, v, *places, key_padding_mask, mask, dropout)
         output = output.expand(len(query), -1, query.shape[1], -1)  # a single row if all queries have the same result
         return self.out_proj(output.transpose(1, 2).reshape(query.shape))
 
@@ -136,20 +135,13 @@ class SpatialSelfAttention(GridAttention):
     ) -> dict[str, Tensor]:
         """Compute the gated logits of each term; the softmax of their sum gives the attention weights.
 
-        Args:
-            query: As in :meth:`forward`.
-            key: As in :meth:`forward`.
-            value: As in :meth:`forward`.
-            grid: As in :meth:`forward`.
-            key_padding_mask: As in :meth:`forward`.
-            attn_mask: As in :meth:`forward`.
-            prefix_tokens: As in :meth:`forward`.
+        Arguments and errors are those of :meth:`forward`.
 
         Returns:
             (B, M, T, S), by name; see :meth:`.GridAttention.term_logits`.
         """
-        q, k, _, places, attn_mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
-        return self.term_logits(query, q, k, places, prefix_tokens, key_padding_mask, attn_mask)
+        q, k, _, *places, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        return self.term_logits(query, q, k, *places, key_padding_mask, mask)
 
     def _prepared(
         self,
@@ -160,8 +152,8 @@ class SpatialSelfAttention(GridAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         prefix_tokens: int,
-    ) -> tuple[Tensor, Tensor, Tensor, Grid, Tensor | None]:
-        """Return scaled query, key and value (B, M, ·, d), the grid, and the mask with an axis of heads."""
+    ) -> tuple[Any, ...]:
+        """Return scaled query, key and value (B, M, ·, d), grid and prefix, and the mask with an axis of heads."""
         key = query if key is None else key
         value = key if value is None else value
         check_sequence("query", query, self.embed_dim, self.in_proj_weight)
@@ -182,12 +174,13 @@ class SpatialSelfAttention(GridAttention):
             check_grid(grid, prefix_tokens, T)
             if S != T:
                 raise ValueError(f"key must be the {T} tokens of query for {self.described()}, got {S}")
+        else:
+            grid, prefix_tokens = (1, T), 0
         q, k, v = (
             F.linear(tokens, weight, bias).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for tokens, weight, bias in zip((query, key, value), *self._projections())
         )
-        places: Grid = grid if grid is not None and self.needs_grid else (1, T - prefix_tokens)
-        return q * self.scale, k, v, places, attn_mask
+        return q * self.scale, k, v, grid, prefix_tokens, attn_mask
 
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

@@ -181,13 +181,9 @@ def window_maps(
 
     The weights of padding tokens are not part of the map, so a query's weights may sum to less than 1.
 
+    Other arguments are those of :func:`in_windows`.
+
     Args:
-        x: See :func:`in_windows`.
-        window: See :func:`in_windows`.
-        shift: See :func:`in_windows`.
-        num_heads: See :func:`in_windows`.
-        project: See :func:`in_windows`.
-        attend: See :func:`in_windows`.
         queries: (Q, 2), rows and columns; None for all.
         result: Function to values of queries and keys, (n, M, N, p * N): weights, of p parts one after another.
 
