@@ -128,8 +128,6 @@ class ViTAttention(GridAttention):
     def token_weights(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the attention weights of all tokens, without dropout.
 
-        The weights are measured as the layer's outputs for one-hot values, d keys at a time.
-
         Args:
             x: (B, T, C), as for :meth:`forward`.
             attn_mask: See :meth:`forward`.
@@ -144,15 +142,10 @@ class ViTAttention(GridAttention):
         if is_causal:
             raise ValueError("is_causal must be False: patches of an image have no order, got True")
         check_sequence("x", x, self.embed_dim, self.qkv.weight)
-        B, T, _ = x.shape
         q, k, v = self._projected(x)
-        grid, prefix = self._places(T)
+        grid, prefix = self._places(x.shape[1])
         mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
-        found = []
-        for one in torch.eye(T, dtype=v.dtype, device=v.device).split(v.shape[3], 1):
-            value = one.expand(B, self.num_heads, -1, -1)
-            found.append(self.attend(x, q, k, value, grid, prefix, mask=mask).expand(B, -1, T, -1))
-        return torch.cat(found, -1)
+        return self.pairs(x, q, k, v, grid, prefix, mask=mask).weights()
 
     def token_logits(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> dict[str, Tensor]:
         """Return the logits of every term, gated; the softmax of their sum is :meth:`token_weights`.

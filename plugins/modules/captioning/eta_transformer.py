@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..common.checks import check_fits, check_tensor, one_of, positive
+from ..common.checks import check_source, check_tensor, one_of, positive
 from ..common.sequence_cache import SequenceCache
 from .entangled_attention import (
     Activation,
@@ -137,13 +137,9 @@ class DualWayEncoder(nn.Module):
             ValueError: a shape or a device does not match.
             TypeError: a tensor does not have the module's dtype.
         """
+        check_tensor("regions", regions)
         for name, x, width in (("regions", regions, self.visual_dim), ("attributes", attributes, self.embed_dim)):
-            check_tensor(name, x)
-            if x.dim() != 3 or x.shape[1] == 0 or x.shape[2] != width or x.shape[0] != regions.shape[0]:
-                raise ValueError(
-                    f"{name} must have shape ({regions.shape[0]}, S, {width}) with S > 0, got {tuple(x.shape)}"
-                )
-            check_fits(name, x, self.projection.weight)
+            check_source(name, x, width, len(regions), self.projection.weight)
         return (
             self.visual(Modality(self.dropout(self.projection(regions)), regions_padding_mask)),
             self.semantic(Modality(self.dropout(attributes), attributes_padding_mask)),

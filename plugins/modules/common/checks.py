@@ -97,13 +97,15 @@ def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None
     check_fits(name, x, weight)
 
 
-def check_window(x: Tensor, kernel_size: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> None:
+def check_window(
+    name: str, x: Tensor, kernel_size: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> None:
     """Check that a window fits on the padded map ``x``, (B, C, H, W)."""
     sizes = zip(x.shape[2:], kernel_size, padding, dilation)
     if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
         raise ValueError(
-            f"x of size {tuple(x.shape[2:])} with padding {tuple(padding)} is smaller than a window of "
-            f"kernel_size {tuple(kernel_size)} and dilation {tuple(dilation)}"
+            f"{name} is too small: {tuple(x.shape[2:])} with padding {tuple(padding)} has no room for a kernel of "
+            f"{tuple(kernel_size)} with dilation {tuple(dilation)}"
         )
 
 
@@ -135,9 +137,4 @@ def check_convolved(
         raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
     if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:
         raise TypeError(f"input must have the weight's dtype {weight.dtype}, got {x.dtype}")
-    sizes = zip(x.shape[2:], kernel_size, padding, dilation)
-    if any(size + 2 * p <= d * (k - 1) for size, k, p, d in sizes):
-        raise ValueError(
-            f"input is too small: {tuple(x.shape[2:])} with padding {tuple(padding)} has no room for a kernel of "
-            f"{tuple(kernel_size)} with dilation {tuple(dilation)}"
-        )
+    check_window("input", x, kernel_size, padding, dilation)

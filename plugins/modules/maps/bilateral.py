@@ -172,15 +172,10 @@ class BilateralNonLocal2d(_Bilateral):
         )
         return query * self.width**-0.5, key, value, with_outside(predicted, self.outside)
 
-    def _logits(self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int) -> Tensor:
-        """Compute the logits (B, Q, N) of the queries at ``positions``, in float32 at least."""
-        content, position = self._both_logits(query, key, values, positions, H, W)
-        return content + position
-
     def _both_logits(
         self, query: Tensor, key: Tensor, values: Tensor, positions: Tensor, H: int, W: int
     ) -> tuple[Tensor, Tensor]:
-        """Compute the content logits and the position logits of the queries at ``positions``."""
+        """Compute content and position logits (B, Q, N) of the queries at ``positions``, in float32 at least."""
         index = map_index(positions, (H, W), self.kernel_size)
         content = torch.matmul(query, key.transpose(1, 2))
         position = self.smoothed(realign(values, index))
@@ -190,7 +185,8 @@ class BilateralNonLocal2d(_Bilateral):
         self, query: Tensor, key: Tensor, value: Tensor, values: Tensor, positions: Tensor, H: int, W: int
     ) -> Tensor:
         """Attend from the queries at ``positions``, (B, Q, d)."""
-        weights = self._logits(query, key, values, positions, H, W).softmax(-1)
+        content, position = self._both_logits(query, key, values, positions, H, W)
+        weights = (content + position).softmax(-1)
         return torch.matmul(weights.to(value.dtype), value)
 
 

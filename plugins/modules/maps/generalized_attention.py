@@ -132,17 +132,9 @@ class GeneralizedAttention2d(AxisPositions):
     ) -> MMCVGeneralizedAttention2d:
         """Create a :class:`MMCVGeneralizedAttention2d`, the variant of mmcv's ``GeneralizedAttention``."""
         return MMCVGeneralizedAttention2d(
-            in_channels=in_channels,
-            num_heads=num_heads,
-            attention_type=attention_type,
-            spatial_range=spatial_range,
-            q_stride=q_stride,
-            kv_stride=kv_stride,
-            position_embedding_dim=position_embedding_dim,
-            position_magnitude=position_magnitude,
-            device=device,
-            dtype=dtype,
-        )
+            in_channels, num_heads, attention_type, spatial_range, q_stride, kv_stride, position_embedding_dim,
+            position_magnitude, device=device, dtype=dtype,
+        )  # fmt: skip
 
     # --- differences between the paper's and mmcv's variants ------------------------------------------------------
 

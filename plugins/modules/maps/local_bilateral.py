@@ -149,7 +149,7 @@ class LocalBilateralConv2d(MapAttention):
     def _attention(self, x: Tensor) -> Attention:
         """Compute refined queries, keys, values, and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
-        check_window(x, self.kernel_size, self.padding, self.dilation)
+        check_window("x", x, self.kernel_size, self.padding, self.dilation)
         # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
         x = to_channels_last(x)
         projected = self.query(x)

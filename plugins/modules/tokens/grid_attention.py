@@ -54,7 +54,7 @@ class GridAttention(GridTerms):
         """
         of_pairs = self.predictor is not None and (self.radius is None or prefix > 0)
         if of_pairs or dropout or mask is not None or (prefix and padding is not None):
-            return self._of_pairs(x, q, k, v, grid, prefix, padding, mask).attend(dropout)
+            return self.pairs(x, q, k, v, grid, prefix, padding, mask).attend(dropout)
         if prefix:
             query, key, by_key = self._content(q[:, :, :prefix], k)
             of_prefix = Attention(query, key, v, by_key=by_key).attend().expand(-1, -1, prefix, -1)
@@ -90,7 +90,7 @@ class GridAttention(GridTerms):
         value, prefix_value = v[:, :, prefix:].unflatten(2, grid), v[:, :, :prefix]
         return Attention(query, key, value, row, column, prefix_key=prefix_key, prefix_value=prefix_value)
 
-    def _of_pairs(
+    def pairs(
         self,
         x: Tensor,
         q: Tensor,
@@ -98,10 +98,10 @@ class GridAttention(GridTerms):
         v: Tensor,
         grid: Grid,
         prefix: int,
-        padding: Tensor | None,
-        mask: Tensor | None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
     ) -> Attention:
-        """Return the attention with position logits and masks of all pairs in memory."""
+        """Return the attention of :meth:`attend` with position logits and masks of all pairs in memory."""
         query, key, by_key = self._content(q, k)
         pair = None
         if self.needs_grid:

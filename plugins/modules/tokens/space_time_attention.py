@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops import global_attention, sequence_attention
 from ..common.attention import Attention
 from ..common.checks import check_heads, check_sequence, one_of
 from .space_time_regions import ClipGrid, Region, grouped, ungrouped
@@ -220,30 +221,29 @@ class RegionAttention(nn.Module):
         """
         qkv = self.qkv(x)
         parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
-        return [self._attention(part, qkv[:, :prefix]).weights().unflatten(0, part.shape[:2]) for part in parts]
+        heads = (self._heads(part, qkv[:, :prefix]) for part in parts)
+        weights = [Attention(q, k, v, scale=q.shape[3] ** -0.5).weights() for q, k, v in heads]
+        return [groups.unflatten(0, part.shape[:2]) for groups, part in zip(weights, parts)]
 
     def _attend(self, groups: Tensor, prefix: Tensor) -> Tensor:
         """Attend within groups (B, G, L, 3 * C), each preceded by the prefix (B, P, 3 * C): (B, G, P + L, C)."""
-        attention = self._attention(groups, prefix)
-        q, k, v = attention[:3]
-        L = v.shape[2]
+        q, k, v = self._heads(groups, prefix)
+        scale, L = q.shape[3] ** -0.5, q.shape[2]
         if self.training and self.dropout:
-            output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=attention.scale)
-        elif L <= _SHORT and not v.is_cuda:
-            output = attention.attend()
+            output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
+        elif L <= _SHORT and not q.is_cuda:
+            output = sequence_attention(q, k, v, scale=scale)
         else:
-            row = Attention(q.unsqueeze(2), k.unsqueeze(2), v.unsqueeze(2), scale=attention.scale)
-            output = row.attend().squeeze(2)
+            output = global_attention(*(t.unsqueeze(2) for t in (q, k, v)), scale=scale).squeeze(2)
         return output.transpose(1, 2).reshape(*groups.shape[:2], L, groups.shape[3] // 3)
 
-    def _attention(self, groups: Tensor, prefix: Tensor) -> Attention:
+    def _heads(self, groups: Tensor, prefix: Tensor) -> tuple[Tensor, ...]:
         """Split groups (B, G, L, 3 * C) after a prefix (B, P, 3 * C) into query, key and value (B * G, M, P + L, d)."""
         B, G, _, C = groups.shape
         if prefix.shape[1]:
             groups = torch.cat((prefix.unsqueeze(1).expand(-1, G, -1, -1), groups), 2)
         heads = self.num_heads, C // 3 // self.num_heads
-        q, k, v = groups.reshape(B * G, groups.shape[2], 3, *heads).permute(2, 0, 3, 1, 4).unbind()
-        return Attention(q, k, v, scale=heads[1] ** -0.5)
+        return groups.reshape(B * G, groups.shape[2], 3, *heads).permute(2, 0, 3, 1, 4).unbind()
 
 
 def check_clip_grid(grid: ClipGrid, prefix_tokens: int, tokens: int) -> None:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
 from .grid_attention import GridAttention, check_grid
+from .grid_terms import Grid
 
 
 class SpatialSelfAttention(GridAttention):
@@ -116,9 +117,9 @@ class SpatialSelfAttention(GridAttention):
             ValueError: a shape does not match, or a required grid is missing.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
-        q, k, v, *places, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        q, k, v, places, P, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0
-        output = self.attend(query, q, k, v, *places, key_padding_mask, mask, dropout)
+        output = self.attend(query, q, k, v, places, P, key_padding_mask, mask, dropout)
         output = output.expand(len(query), -1, query.shape[1], -1)  # a single row if all queries have the same result
         return self.out_proj(output.transpose(1, 2).reshape(query.shape))
 
@@ -140,8 +141,8 @@ class SpatialSelfAttention(GridAttention):
         Returns:
             (B, M, T, S), by name; see :meth:`.GridAttention.term_logits`.
         """
-        q, k, _, *places, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
-        return self.term_logits(query, q, k, *places, key_padding_mask, mask)
+        q, k, _, places, P, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
+        return self.term_logits(query, q, k, places, P, key_padding_mask, mask)
 
     def _prepared(
         self,
@@ -152,7 +153,7 @@ class SpatialSelfAttention(GridAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
         prefix_tokens: int,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor, Grid, int, Tensor | None]:
         """Return scaled query, key and value (B, M, ·, d), grid and prefix, and the mask with an axis of heads."""
         key = query if key is None else key
         value = key if value is None else value

@@ -198,7 +198,7 @@ def test_bad_arguments(options, words):
         (torch.randn(1, 5, 4, 4), r"x must have shape \(B, 6, H, W\)"),
         (torch.randn(1, 6, 0, 4), "with at least one pixel"),
         (torch.randn(1, 6, 4, 4).double(), "x must have the module's dtype torch.float32, got torch.float64"),
-        (torch.randn(1, 6, 2, 4), r"x of size \(2, 4\) with padding \(0, 0\) is smaller than a window"),
+        (torch.randn(1, 6, 2, 4), r"x is too small: \(2, 4\) with padding \(0, 0\) has no room for a kernel"),
         ([1.0], "x must be a Tensor, got list"),
     ],
 )

@@ -234,6 +234,7 @@ def test_cross_attention_without_places():
         torch.testing.assert_close(layer(query, key), stock_of(layer)(query, key, key)[0])
         layer.gate.copy_(gate)
         assert not torch.allclose(layer(query, key), stock_of(layer)(query, key, key)[0])
+    torch.testing.assert_close(layer(query, key, prefix_tokens=1), layer(query, key))  # no term needs positions
 
 
 @pytest.mark.parametrize("attention_type", ["1111", "0010", "0000", "0001"])
