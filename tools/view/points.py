@@ -55,7 +55,7 @@ class Points:
         if chosen is not None:
             query, references = query.index_select(1, chosen), references.index_select(1, chosen)
         padding = self.arguments.get("key_padding_mask")
-        return samples(self.attention, query, value, padding, references, self.shapes)
+        return samples(self.attention, query, value, padding, references, self.arguments["spatial_shapes"])
 
     def number(self, level: int, cells: Sequence[Sequence[int]]) -> Tensor:
         """Return the numbers of the queries at (row, column) of a level's map."""

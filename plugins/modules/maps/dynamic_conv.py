@@ -63,6 +63,7 @@ class DynamicConv2d(MapAttention):
         if any(n % 2 == 0 for n in self.kernel_size):
             raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
         self.padding = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
+        self.geometry = Geometry(self.kernel_size, (1, 1), self.padding, self.dilation, zero_border=True)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         taps = self.kernel_size[0] * self.kernel_size[1]
         self.input = nn.Conv2d(in_channels, 2 * in_channels, 1, bias=bias, **factory)
@@ -93,8 +94,8 @@ class DynamicConv2d(MapAttention):
         check_map(x, self.in_channels, next(self.parameters()))
         # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
-        window = Geometry(self.kernel_size, (1, 1), self.padding, self.dilation, zero_border=True)
-        return Attention(None, None, self._grouped(value), taps=self._grouped(self.kernel(value)), window=window)
+        taps = self._grouped(self.kernel(value))
+        return Attention(None, None, self._grouped(value), taps=taps, window=self.geometry)
 
     def _grouped(self, projected: Tensor) -> Tensor:
         return projected.unflatten(1, (self.num_groups, -1)).permute(0, 1, 3, 4, 2)
@@ -140,6 +141,8 @@ class DynamicConv1d(nn.Module):
             raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
         self.in_channels, self.num_groups, self.kernel_size, self.causal = in_channels, num_groups, kernel_size, causal
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        ahead = kernel_size - 1 if causal else kernel_size // 2
+        self.geometry = Geometry((1, kernel_size), (1, 1), (0, ahead), (1, 1), zero_border=True)  # on a map of one row
         self.input = nn.Linear(in_channels, 2 * in_channels, bias=bias, **factory)
         self.kernel = nn.Linear(in_channels, num_groups * kernel_size, bias=False, **factory)
         self.output = nn.Linear(in_channels, in_channels, bias=bias, **factory)
@@ -178,7 +181,8 @@ class DynamicConv1d(nn.Module):
             assert cache.value is not None
             # Not negative, as the cache keeps at most the kernel's reach.
             ahead = self.kernel_size - 1 - (cache.value.shape[2] - x.shape[2])
-            attention = attention._replace(value=cache.value.unsqueeze(2), window=self._window(ahead))
+            window = self.geometry._replace(padding=(0, ahead))
+            attention = attention._replace(value=cache.value.unsqueeze(2), window=window)
             cache.steps += x.shape[2]
             cache.keep(self.kernel_size - 1)
         convolved = attention.attend().squeeze(2)
@@ -223,12 +227,7 @@ class DynamicConv1d(nn.Module):
         taps = self._grouped(self.kernel(value))
         if key_padding_mask is not None:
             value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
-        window = self._window(self.kernel_size - 1 if self.causal else self.kernel_size // 2)
-        return Attention(None, None, self._grouped(value), taps=taps, window=window)
-
-    def _window(self, ahead: int) -> Geometry:
-        """Return a window on a map of one row, with ``ahead`` taps before the first key."""
-        return Geometry((1, self.kernel_size), (1, 1), (0, ahead), (1, 1), zero_border=True)
+        return Attention(None, None, self._grouped(value), taps=taps, window=self.geometry)
 
     def _grouped(self, projected: Tensor) -> Tensor:
         """View (B, T, G * n) as (B, G, 1, T, n)."""

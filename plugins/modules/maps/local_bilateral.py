@@ -112,6 +112,7 @@ class LocalBilateralConv2d(MapAttention):
                 f"padding must be at most {centre}, dilation * (kernel_size - 1) / 2, so that a window's centre is on "
                 f"the map, got {padding!r}"
             )
+        self.geometry = Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
         self.first_centre = centre[0] - self.padding[0], centre[1] - self.padding[1]
         self.groups, self.iterations, self.shared = groups, iterations, shared
         self.content, self.geometric, self.activation = content, geometric, activation
@@ -159,13 +160,12 @@ class LocalBilateralConv2d(MapAttention):
         logits: Tensor | None = None
         if self.position is not None:
             logits = self._heads(self.position(centres))
-        window = Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
         if key is None:
-            return Attention(None, None, value, taps=logits, window=window)
+            return Attention(None, None, value, taps=logits, window=self.geometry)
         query = self._heads(centres)
         for _ in range(self.iterations - 1):
-            query = query + squash(Attention(query, key, key, window=window).attend())
-        return Attention(query, key, value, taps=logits, window=window)
+            query = query + squash(Attention(query, key, key, window=self.geometry).attend())
+        return Attention(query, key, value, taps=logits, window=self.geometry)
 
     def _centres(self, x: Tensor) -> Tensor:
         """Return the centre of every window."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.common.arguments import autocast_dtype
-from ...ops.reference import masked_softmax
 from ...terms import alignment as terms
 from ..common.checks import check_padding_mask, check_tensor, one_of, positive
 
@@ -185,9 +184,13 @@ class AlignmentAttention(nn.Module):
         scores = self.score(query, self.score.project_keys(source) if keys is None else keys)
         if scores.dtype in (torch.float16, torch.bfloat16):
             scores = scores.float()
-        if key_padding_mask is not None:
-            scores = scores.masked_fill(key_padding_mask.unsqueeze(1), -math.inf)
-        alignment = masked_softmax(scores).to(source.dtype)
+        if key_padding_mask is None:
+            alignment = scores.softmax(-1)
+        else:
+            mask = key_padding_mask.unsqueeze(1)
+            # The lowest finite value instead of -inf: fully masked queries must have zero output and zero gradient.
+            alignment = scores.masked_fill(mask, torch.finfo(scores.dtype).min).softmax(-1).masked_fill(mask, 0)
+        alignment = alignment.to(source.dtype)
         return alignment @ source, alignment
 
     def _check(self, query: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ...ops import deformable_attention
 from ...ops.deformable_attention.deformable_attention import shapes_on_host
-from ...terms.remembered import remembered
 from ...terms.saliency import sampled_saliency
 from ..common.checks import check_heads, check_tensor, positive
 
@@ -206,7 +205,7 @@ def attend(
     values = module.value_proj(value)
     if key_padding_mask is not None:
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-    locations, weights = samples(module, query, value, key_padding_mask, reference_points, shapes)
+    locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
     output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
     output = module.output_proj(output)
     if not module.batch_first:
@@ -220,7 +219,7 @@ def samples(
     value: Tensor,
     key_padding_mask: Tensor | None,
     reference_points: Tensor,
-    shapes: Sequence[tuple[int, int]],
+    spatial_shapes: Tensor | Sequence[Sequence[int]],
 ) -> tuple[Tensor, Tensor]:
     """Compute the sampling locations of a module and the weight of every point.
 
@@ -230,7 +229,7 @@ def samples(
         value: (B, S, C).
         key_padding_mask: (B, S), bool.
         reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
-        shapes: ((H_1, W_1), ..., (H_L, W_L)).
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
 
     Returns:
         Locations (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map, and weights (B, Q, M, L, K).
@@ -242,7 +241,8 @@ def samples(
     offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
     points = reference_points.to(places)[:, :, None, :, None]
     if reference_points.shape[3] == 2:
-        locations = points + offsets / _sizes(tuple(n for shape in shapes for n in shape), query.device, places)
+        sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
+        locations = points + offsets / sizes.view(L, 1, 2)
     else:
         locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
     logits = module.attention_weights(query).view(B, Q, M, L * K)
@@ -250,11 +250,5 @@ def samples(
         saliency = module.key_saliency(value) * module.gate
         if key_padding_mask is not None:
             saliency = saliency.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        logits = logits + sampled_saliency(saliency, shapes, locations).flatten(3)
+        logits = logits + sampled_saliency(saliency, shapes_on_host(spatial_shapes), locations).flatten(3)
     return locations, logits.softmax(-1, dtype=places).view(B, Q, M, L, K)
-
-
-@remembered
-def _sizes(shapes: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return (W, H) of every level from H_1, W_1, H_2 ..., (L, 1, 2)."""
-    return torch.tensor(shapes, device=device, dtype=dtype).view(-1, 1, 2).flip(-1)
