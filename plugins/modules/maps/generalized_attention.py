@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...terms.attention_type import parse_attention_type
+from ...terms.relative_position import axis_encoding, relative_logits, spread
 from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import Attention, Geometry
 from ..common.checks import check_map, positive
-from .generalized_positions import AxisPositions
 from .memory_format import in_format_of, to_channels_last
 from .normalised import normalise, projections
 
 
-class GeneralizedAttention2d(AxisPositions):
+class GeneralizedAttention2d(nn.Module):
     """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
 
     Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
@@ -223,20 +223,42 @@ class GeneralizedAttention2d(AxisPositions):
         """
         return self._attention(x, context).map_weights(self.attention_size(x.shape[2:]), queries)
 
+    def attention_logits(
+        self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Compute the logits of each term, by its name in :class:`.AttentionTerms`, -inf for keys out of range.
+
+        The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
+        """
+        query, key, value = self._features(x, context)
+        terms, u, v = self.terms, self._vector(self.appr_bias), self._vector(self.geom_bias)
+        in_range = self._both_axes(None, None, x, value)
+        parts: dict[str, Attention] = {}
+        if terms.content:
+            parts["content"] = Attention(query, key, value, *in_range)
+        if terms.content_position:
+            parts["content_position"] = Attention(None, None, value, *self._both_axes(query, None, x, value))
+        if u is not None and key is not None:
+            parts["saliency"] = Attention(None, None, value, *in_range, key_saliency(key, u))
+        if v is not None:
+            parts["position"] = Attention(None, None, value, *self._both_axes(None, v, x, value))
+        size = self.attention_size(x.shape[2:])
+        return {name: part.map_logits(size, queries) for name, part in parts.items()}
+
     def _attention(self, x: Tensor, context: Tensor | None) -> Attention:
         """Compute the sum of all terms, for the keys around each query if the range is a window of a map."""
         query, key, value = self._features(x, context)
         by_content, by_position, _, _ = self.terms
         content, content_key, by_key = (query, key, None) if by_content else (None, None, None)
-        if self.appr_bias is not None and key is not None:
-            u = self._scaled(self._vector(self.appr_bias))
+        u = self._vector(self.appr_bias)
+        if u is not None and key is not None:
             if content is None:
                 by_key = key_saliency(key, u)
             else:
                 content = add_vector(content, u)
         moved = query if by_position else None
         if not self.in_windows or context is not None:
-            row, column = self._both_axes(moved, self._position_vector(), x, value)
+            row, column = self._both_axes(moved, self._vector(self.geom_bias), x, value)
             return Attention(content, content_key, value, row, column, by_key)
         # A larger radius than the map's size minus 1 would add no keys.
         H, W = x.shape[2], x.shape[3]
@@ -271,6 +293,68 @@ class GeneralizedAttention2d(AxisPositions):
     def _heads(self, projected: Tensor) -> Tensor:
         """View (B, M * d, H, W) as (B, M, H, W, d)."""
         return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
+
+    def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
+        """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
+        table = self._table(weight, radius + 1, radius + 1, 1, 1)
+        v = self._vector(self.geom_bias)
+        if query is not None:
+            return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
+        assert v is not None
+        return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
+
+    def _both_axes(
+        self, query: Tensor | None, v: Tensor | None, x: Tensor, value: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Compute scaled ε2 of ``query`` plus ε4 of ``v`` as far as given, and the range, as row and column logits.
+
+        Args:
+            query: (B, M, Hq, Wq, d).
+            v: (M, d).
+            x: (B, C, H, W), the map of the queries.
+            value: (B, M, Hk, Wk, d).
+        """
+        logits: list[Tensor | None] = []
+        for n, (axis, table) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
+            queries, keys = -(-x.shape[2 + n] // self.q_stride), value.shape[2 + n]
+            along: Tensor | None = None
+            if table is not None and (query is not None or v is not None):
+                along = self._axis_logits(table.weight, query, v, queries, keys, axis)
+            if self.spatial_range != -1:
+                in_range = _along(self.axis_range(queries, keys, x).unsqueeze(0), axis)
+                along = in_range if along is None else along + in_range
+            logits.append(along)
+        return logits[0], logits[1]
+
+    def _axis_logits(
+        self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
+    ) -> Tensor:
+        """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on."""
+        table = self._table(weight, queries, keys, self.q_stride, self.kv_stride)
+        if query is not None:
+            query = query if v is None else add_vector(query, v)
+            return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
+        assert v is not None
+        bias = torch.einsum("md,mdn->mn", v, table)
+        return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
+
+    def _table(self, weight: Tensor, queries: int, keys: int, q_stride: int, kv_stride: int) -> Tensor:
+        """Project the encodings of one axis's offsets in pixels, (M, d, D)."""
+        factor, width = float(self.offset_sign * self.position_magnitude), self.axis_width()
+        encoding = axis_encoding(
+            queries, keys, q_stride, kv_stride, factor, width, self.wavelength, weight.device, weight.dtype
+        )
+        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
+        if self.position_factor != 1.0:
+            table = table * self.position_factor
+        return table
+
+    def _vector(self, parameter: Tensor | None) -> Tensor | None:
+        """Return u of ε3 or v of ε4, scaled, (M, d)."""
+        return None if parameter is None else self._scaled(parameter.view(self.num_heads, -1))
+
+    def _scaled(self, tensor: Tensor) -> Tensor:
+        return tensor if self.scale == 1 else tensor * self.scale
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # mmcv stores the range as a constant (84, 84, ...) mask, which follows from the arguments.
@@ -340,3 +424,8 @@ def _half_range(
 
 def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
+
+
+def _along(pairs: Tensor, axis: str) -> Tensor:
+    """Reshape (·, queries, keys) to row logits (1, ·, Hq, 1, keys) or column logits (1, ·, 1, Wq, keys)."""
+    return pairs.unsqueeze(0).unsqueeze(3 if axis == "row" else 2)
