@@ -24,6 +24,13 @@ from .entangled_attention import (
 
 Fusion = Literal["entangled", "parallel", "stacked-visual", "stacked-semantic", "visual", "semantic"]
 FUSIONS: tuple[Fusion, ...] = get_args(Fusion)
+ATTENDED = {  # modalities that are attended to one after another, without entanglement
+    "parallel": ("visual", "semantic"),
+    "stacked-visual": ("semantic", "visual"),
+    "stacked-semantic": ("visual", "semantic"),
+    "visual": ("visual",),
+    "semantic": ("semantic",),
+}
 
 
 class FeedForward(nn.Module):
@@ -187,7 +194,7 @@ class MultimodalDecoderBlock(nn.Module):
         if fusion == "entangled":
             self.entangled = EntangledAttention(embed_dim, num_heads, dropout, **factory)
         else:
-            for name in _order(fusion):
+            for name in ATTENDED[fusion]:
                 self.attentions[name] = GuidedAttention(embed_dim, num_heads, dropout, **factory)
         if fusion in ("entangled", "parallel"):
             self.controller = GatedBilateralController(embed_dim, activation, **factory)
@@ -247,14 +254,3 @@ def reorder_caches(caches: dict[str, SequenceCache], order: Tensor) -> None:
     """Move row ``order[i]`` of the batch to row i, in all caches of a block."""
     for cache in caches.values():
         cache.reorder(order)
-
-
-def _order(fusion: str) -> tuple[str, ...]:
-    """Return the modalities that are attended to, in order."""
-    return {
-        "parallel": ("visual", "semantic"),
-        "stacked-visual": ("semantic", "visual"),
-        "stacked-semantic": ("visual", "semantic"),
-        "visual": ("visual",),
-        "semantic": ("semantic",),
-    }[fusion]
