@@ -275,7 +275,8 @@ class MapAttention(nn.Module):
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the logits of ``content`` and of ``position``, -inf outside a query's window.
 
-        The softmax of their sum is :meth:`attention_maps`, whose arguments, axes and errors are the same.
+        The softmax of their sum is :meth:`attention_maps`, whose arguments, axes and errors are the same, unless a
+        window's positions outside the map take part as zeros.
         """
         parts, size = self._attention(x).parts(), self.attention_size(x.shape[2:])
         return {name: part.map_logits(size, queries) for name, part in parts.items()}
