@@ -15,11 +15,13 @@ __all__ = [
     "check_heads",
     "check_map",
     "check_padding_mask",
+    "check_range",
     "check_sequence",
     "check_source",
     "check_table_size",
     "check_tensor",
     "check_window",
+    "odd_pair",
     "one_of",
     "pair",
     "positive",
@@ -46,6 +48,20 @@ def pair(name: str, value: int | Sequence[int], minimum: int = 1) -> tuple[int, 
     if len(numbers) != 2 or not all(isinstance(n, int) and n >= minimum for n in numbers):
         raise ValueError(f"{name} must be an int or two ints, each at least {minimum}, got {value!r}")
     return numbers[0], numbers[1]
+
+
+def odd_pair(name: str, value: int | Sequence[int]) -> tuple[int, int]:
+    """Return :func:`pair` of odd ints."""
+    numbers = pair(name, value)
+    if any(n % 2 == 0 for n in numbers):
+        raise ValueError(f"{name} must be odd, got {value!r}")
+    return numbers
+
+
+def check_range(name: str, n_k: int) -> None:
+    """Check that a range of keys is odd, or -1 for all keys."""
+    if not isinstance(n_k, int) or (n_k != -1 and (n_k < 1 or n_k % 2 == 0)):
+        raise ValueError(f"{name} must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
 
 
 def check_fits(name: str, x: Tensor, weight: Tensor) -> None:

@@ -26,7 +26,7 @@ from ...terms.nonlocal_position import (
 )
 from ..common.attention import MapAttention, checked_queries
 from ..common.capture import softmax_over_keys
-from ..common.checks import check_map, one_of, pair, positive
+from ..common.checks import check_map, odd_pair, one_of, positive
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
 from .zero_conv import ZeroConv2d
@@ -56,9 +56,7 @@ class _Bilateral(MapAttention):
         one_of(Outside, outside=outside)
         one_of(Smoothing, smoothing=smoothing)
         check_smoothing(outside, smoothing)
-        self.kernel_size = pair("kernel_size", kernel_size)
-        if any(n % 2 == 0 for n in self.kernel_size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
+        self.kernel_size = odd_pair("kernel_size", kernel_size)
         self.in_channels, self.reduction, self.outside, self.smoothing = in_channels, reduction, outside, smoothing
         self.width = max(in_channels // reduction, 1)
 

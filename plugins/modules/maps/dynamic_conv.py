@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..common.attention import Attention, Geometry, MapAttention
-from ..common.checks import check_map, check_padding_mask, check_tensor, pair, positive
+from ..common.checks import check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from .memory_format import in_format_of, to_channels_last
 from .normalised import normalise, projections
@@ -59,9 +59,7 @@ class DynamicConv2d(MapAttention):
         super().__init__()
         _check_groups(in_channels, num_groups)
         self.in_channels, self.num_groups = in_channels, num_groups
-        self.kernel_size, self.dilation = pair("kernel_size", kernel_size), pair("dilation", dilation)
-        if any(n % 2 == 0 for n in self.kernel_size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
+        self.kernel_size, self.dilation = odd_pair("kernel_size", kernel_size), pair("dilation", dilation)
         self.padding = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
         self.geometry = Geometry(self.kernel_size, (1, 1), self.padding, self.dilation, zero_border=True)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)

@@ -19,7 +19,7 @@ from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import Attention, Geometry
-from ..common.checks import check_map, positive
+from ..common.checks import check_map, check_range, positive
 from .memory_format import in_format_of, to_channels_last
 from .normalised import normalise, projections
 
@@ -142,9 +142,7 @@ class GeneralizedAttention2d(nn.Module):
         """Raise a ValueError if the arguments are invalid for this variant."""
         if self.in_channels % self.num_heads:
             raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
-        n_k = self.spatial_range
-        if not isinstance(n_k, int) or (n_k != -1 and (n_k < 1 or n_k % 2 == 0)):
-            raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
+        check_range("spatial_range", self.spatial_range)
         if self.terms.relative and self.position_embedding_dim % 2:
             raise ValueError(
                 f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"

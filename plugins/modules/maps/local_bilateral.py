@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..common.attention import Attention, Geometry, MapAttention
-from ..common.checks import check_map, check_window, one_of, pair, positive
+from ..common.checks import check_map, check_window, odd_pair, one_of, pair, positive
 from .memory_format import in_format_of, to_channels_last
 
 Activation = Literal["none", "relu"]
@@ -101,10 +101,8 @@ class LocalBilateralConv2d(MapAttention):
         if iterations > 1 and not content:
             raise ValueError(f"iterations must be 1 without content, got {iterations}")
         self.in_channels, self.out_channels, self.num_heads = in_channels, out_channels, num_heads
-        self.kernel_size = pair("kernel_size", kernel_size)
+        self.kernel_size = odd_pair("kernel_size", kernel_size)
         self.stride, self.dilation = pair("stride", stride), pair("dilation", dilation)
-        if any(n % 2 == 0 for n in self.kernel_size):
-            raise ValueError(f"kernel_size must be odd, got {kernel_size!r}")
         centre = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
         self.padding = centre if padding is None else pair("padding", padding, minimum=0)
         if any(p > c for p, c in zip(self.padding, centre)):

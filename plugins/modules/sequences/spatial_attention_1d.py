@@ -15,7 +15,7 @@ from ...terms.attention_type import parse_attention_type
 from ...terms.saliency import key_saliency
 from ...terms.sine_position import sine_encoding
 from ..common.attention import Attention, rotation
-from ..common.checks import check_heads, check_padding_mask, check_sequence
+from ..common.checks import check_heads, check_padding_mask, check_range, check_sequence
 from ..common.sequence_cache import SequenceCache, check_cache
 from .sequence_heads import SequenceAttention, split_heads
 
@@ -82,12 +82,7 @@ class MultiheadSpatialAttention(SequenceAttention):
         super().__init__()
         check_heads(embed_dim, num_heads, dropout)
         self.terms = terms = parse_attention_type(attention_type)
-        if not isinstance(attention_range, int) or (
-            attention_range != -1 and (attention_range < 1 or attention_range % 2 == 0)
-        ):
-            raise ValueError(
-                f"attention_range must be -1 (all keys) or a positive odd int (n_k), got {attention_range!r}"
-            )
+        check_range("attention_range", attention_range)
         if terms.relative and embed_dim % 2:
             raise ValueError(f"embed_dim must be even for relative positions (sines and cosines), got {embed_dim}")
         if query_key_bias and not terms.content:

@@ -28,7 +28,7 @@ from ...terms.nonlocal_position import (
 from ...terms.relative_position import axis_encoding, relative_logits
 from ...terms.saliency import key_saliency
 from ...terms.window import shared_axis_window, window_position_logits
-from ..common.checks import one_of
+from ..common.checks import check_range, one_of
 
 Grid = tuple[int, int]
 ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate")
@@ -54,10 +54,7 @@ class GridTerms(nn.Module):
     ) -> None:
         super().__init__()
         self.terms = parse_attention_type(attention_type)
-        if not isinstance(spatial_range, int) or (
-            spatial_range != -1 and (spatial_range < 1 or spatial_range % 2 == 0)
-        ):
-            raise ValueError(f"spatial_range must be -1 (all keys) or a positive odd int (n_k), got {spatial_range!r}")
+        check_range("spatial_range", spatial_range)
         if kernel_size is not None and (not isinstance(kernel_size, int) or kernel_size < 1 or kernel_size % 2 == 0):
             raise ValueError(f"kernel_size must be a positive odd int (k), or None, got {kernel_size!r}")
         one_of(Outside, outside=outside)
