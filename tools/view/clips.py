@@ -7,9 +7,8 @@ sequences of their own, T; N patches of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -20,8 +19,8 @@ from torch import Tensor, nn
 from attn_plugins.modules.tokens.space_time_attention import RegionAttention
 from attn_plugins.modules.tokens.space_time_regions import ClipGrid, grouped, ungrouped
 
-from .maps import CLS, Maps, Query, Weights
-from .patches import path, prefix_names, vision_transformers
+from .maps import CLS, Handle, Keep, Maps, Query, Weights
+from .patches import in_blocks, path, prefix_names
 
 
 @dataclass(kw_only=True)
@@ -129,19 +128,13 @@ def mosaic(maps: Tensor) -> Tensor:
 
 def steps(model: nn.Module) -> dict[str, str]:
     """Return the attention steps of all blocks of TimeSformers, by name; kinds are empty."""
-    return {
-        name: ""
-        for start, vit in vision_transformers(model).items()
-        for name, module in vit.blocks.named_modules(prefix=path(start, "blocks"))
-        if isinstance(module, RegionAttention)
-    }
+    return {name: "" for *_, name, module in in_blocks(model) if isinstance(module, RegionAttention)}
 
 
-@contextmanager
-def watch_steps(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Iterator[None]:
-    """Pass the steps to ``keep`` when they are called, for one clip."""
+def watch_steps(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
+    """See :data:`.Watch`; for one clip."""
 
-    def hook(name: str, vit: Any, layer: Any, arguments: tuple[Tensor, ClipGrid, int]) -> None:
+    def record(name: str, vit: Any, layer: Any, arguments: tuple[Tensor, ClipGrid, int]) -> None:
         x, grid, prefix = arguments
         alone = vit.time_embed is None
         clip = (len(x), *grid[1:]) if alone else tuple(grid)
@@ -149,23 +142,18 @@ def watch_steps(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], N
         before = prefix_names(vit)[:prefix]
         keep(Steps(name=name, size=size, prefix=before, clip=clip, alone=alone, layer=layer, arguments=arguments))
 
-    with ExitStack() as stack:
-        for start, vit in vision_transformers(model).items():
-            for name in names:
-                if name.startswith(path(start, "blocks")):
-                    layer = model.get_submodule(name)
-                    stack.callback(layer.register_forward_pre_hook(partial(hook, name, vit)).remove)
-        yield
+    for _, vit, name, layer in in_blocks(model):
+        if name in names:
+            yield layer.register_forward_pre_hook(partial(record, name, vit))
 
 
 def clip_rollouts(model: nn.Module, captured: dict[str, Any]) -> dict[str, Maps]:
     """Return the rollout of every TimeSformer over all steps of all its blocks."""
-    found: dict[str, Maps] = {}
-    for start in vision_transformers(model):
-        own = [captured[name] for name in steps(model) if name.startswith(path(start, "blocks."))]
-        if own:
-            last, name = own[-1], path(start, "rollout")
-            found[name] = Steps(
-                name=name, size=last.size, prefix=last.prefix, rolled=True, clip=last.clip, alone=last.alone, steps=own
-            )
-    return found
+    own: dict[str, list[Steps]] = {}
+    for start, _, name, _ in in_blocks(model):
+        if name in captured:
+            own.setdefault(path(start, "rollout"), []).append(captured[name])
+    return {
+        name: replace(layers[-1], name=name, rolled=True, layer=None, arguments=None, steps=layers)
+        for name, layers in own.items()
+    }

@@ -5,16 +5,22 @@ Shapes: M heads, Q queries, (Hq, Wq) the map of queries, (Hk, Wk) that of keys, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
-from attn_plugins.modules.common.capture import Captured, attention_layers, remember_calls
+from attn_plugins.modules.common.capture import Captured, attention_layers
 
 CLS: Literal["cls"] = "cls"
+Keep = Callable[[Any], None]
+Handle = Any  # has a method `remove`
+# Makes every named layer of a model pass itself, with its inputs, to a function when it is called; yields the hooks.
+Watch = Callable[[nn.Module, Iterable[str], Keep], Iterator[Handle]]
 Query = Sequence[int] | int | str  # row and column on the map of queries, the number of an object, or the cls token
 Weights = tuple[Tensor, Tensor | None]  # (M, Q, Hk, Wk), and (M, Q, P) of keys with no place
 WHOLE = "all terms"
@@ -77,15 +83,16 @@ class Maps:
         """Return the weights in the first picture; with ``blank`` for inputs of zeros, where only non-keys have 0."""
         raise NotImplementedError
 
-    def terms(self) -> dict[str, str]:
-        """Return the terms of the logits by title."""
-        return {}
+    def terms(self) -> tuple[Any, Iterable[str]]:
+        """Return the layer and the names of the terms of its logits."""
+        return None, ()
 
     @torch.no_grad()
     def parts(self) -> dict[str, Maps]:
         """Return the terms of the logits by title, each as a layer of its own; empty for fewer than two terms."""
-        terms = {} if self.part else self.terms()
-        return {title: replace(self, part=name) for title, name in terms.items()} if len(terms) > 1 else {}
+        layer, names = (None, ()) if self.part else self.terms()
+        parts = {title_of(layer, name): replace(self, part=name) for name in names}
+        return parts if len(parts) > 1 else {}
 
     @property
     def cls(self) -> bool:
@@ -144,20 +151,15 @@ class Ours(Maps):
         """See :meth:`Maps.weigh`."""
         call, chosen = self.call, torch.tensor(queries)
         if blank:
-            keywords = {key: _zeros(value) for key, value in call.keywords.items()}
-            call = Captured(call.name, call.layer, tuple(map(_zeros, call.arguments)), keywords)
+            given = tree_map_only(Tensor, torch.zeros_like, (call.arguments, call.keywords))
+            call = Captured(call.name, call.layer, *given)
         elif self.part:
             return call.parts(chosen)[self.part][0], None
         return call.maps(chosen)[0], None
 
-    def terms(self) -> dict[str, str]:
+    def terms(self) -> tuple[Any, Iterable[str]]:
         """See :meth:`Maps.terms`."""
-        names = self.call.parts(torch.zeros(1, 2, dtype=torch.long))
-        return {title_of(self.call.layer, name): name for name in names}
-
-
-def _zeros(value: Any) -> Any:
-    return torch.zeros_like(value) if isinstance(value, Tensor) else value
+        return self.call.layer, self.call.parts(torch.zeros(1, 2, dtype=torch.long))
 
 
 def ours(model: nn.Module) -> dict[str, str]:
@@ -165,10 +167,12 @@ def ours(model: nn.Module) -> dict[str, str]:
     return dict.fromkeys(attention_layers(model), "")
 
 
-def watch_ours(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Any:
-    """Pass the layers to ``keep`` when they are called, within the returned context."""
+def watch_ours(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
+    """See :data:`Watch`."""
 
-    def record(call: Captured) -> None:
-        keep(Ours(name=call.name, size=call.size, call=call))
+    def record(name: str, *call: Any) -> None:
+        captured = Captured(name, *call)
+        keep(Ours(name=name, size=captured.size, call=captured))
 
-    return remember_calls({name: model.get_submodule(name) for name in names}, record)
+    for name in names:
+        yield model.get_submodule(name).register_forward_pre_hook(partial(record, name), with_kwargs=True)

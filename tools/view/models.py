@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +22,7 @@ from tools.model_names import check_model_name
 from tools.pictures import open_picture
 
 from .clips import clip_rollouts, layout, mosaic, steps, watch_steps
-from .maps import Maps, ViewError, ours, watch_ours
+from .maps import Maps, ViewError, Watch, ours, watch_ours
 from .objects import Objects, found, watch_head
 from .patches import patches, rollouts, vision_transformers, watch_patches
 from .points import Points
@@ -31,7 +31,7 @@ from .tokens import OBJECTS, SAMPLED_OBJECTS, Tokens, tokens, watch_tokens
 
 Layer = Maps | Points
 # How each kind of attention lists its layers and watches them; the first kind that knows a layer takes it.
-KINDS: Any = (
+KINDS: tuple[tuple[Callable[[nn.Module], dict[str, str]], Watch], ...] = (
     (steps, watch_steps), (patches, watch_patches), (swins, watch_swin), (tokens, watch_tokens), (ours, watch_ours)
 )  # fmt: skip
 
@@ -122,8 +122,8 @@ def capture(model: nn.Module) -> Iterator[dict[str, Any]]:
 
     with ExitStack() as stack:
         for (_, watch), names in zip(KINDS, _by_kind(model)):
-            if names:
-                stack.enter_context(watch(model, names, keep))
+            for handle in watch(model, names, keep) if names else ():
+                stack.callback(handle.remove)
         yield captured
 
 

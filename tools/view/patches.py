@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from attn_plugins.modules.common.capture import softmax_over_keys
 
-from .maps import CLS, FOUR_TERMS, Maps, Query, Weights
+from .maps import CLS, Handle, Keep, Maps, Query, Weights
 
 
 @dataclass(kw_only=True)
@@ -57,10 +56,9 @@ class Patches(Maps):
         rows = weights[:, torch.tensor(numbers)]
         return rows[..., P:].unflatten(-1, self.size), rows[..., :P] if P else None
 
-    def terms(self) -> dict[str, str]:
+    def terms(self) -> tuple[Any, Iterable[str]]:
         """See :meth:`.Maps.terms`."""
-        names = self.layer.token_logits(self.x, **self.given) if hasattr(self.layer, "token_logits") else ()
-        return {FOUR_TERMS[name]: name for name in names}
+        return self.layer, self.layer.token_logits(self.x, **self.given) if hasattr(self.layer, "token_logits") else ()
 
 
 @dataclass(kw_only=True)
@@ -109,12 +107,18 @@ def path(start: str, name: str) -> str:
     return f"{start}.{name}" if start else name
 
 
+def in_blocks(model: nn.Module) -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield name and module of every vision transformer with name and module of everything in its blocks."""
+    for start, vit in vision_transformers(model).items():
+        for name, module in vit.blocks.named_modules(prefix=path(start, "blocks")):
+            yield start, vit, name, module
+
+
 def patches(model: nn.Module) -> dict[str, str]:
     """Return the attention layers of vision transformers, timm's ``Attention`` and ours, by name."""
     return {
         name: "pixels to pixels"
-        for start, vit in vision_transformers(model).items()
-        for name, module in vit.blocks.named_modules(prefix=path(start, "blocks"))
+        for *_, name, module in in_blocks(model)
         if callable(getattr(module, "token_weights", None)) or _is_stock(module)
     }
 
@@ -149,52 +153,44 @@ def has_cls(model: nn.Module) -> bool:
     return any(prefix_names(vit)[:1] == [CLS] for vit in vision_transformers(model).values())
 
 
-@contextmanager
-def watch_patches(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Iterator[None]:
-    """Pass the layers to ``keep`` when they are called."""
+def watch_patches(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
+    """See :data:`.Watch`."""
+    grids: dict[Any, tuple[int, int]] = {}
 
-    def hook(name: str, vit: Any, grid: list[tuple[int, int]], layer: Any, arguments: Any, keywords: Any) -> None:
+    def note(vit: Any, embed: Any, inputs: Any, output: Any) -> None:
+        if isinstance(output, tuple):  # from NaFlexVit
+            grids[vit] = tuple(output[1])
+        else:  # (B, H, W, C), or (B, H * W, C) for the model's own size
+            grids[vit] = tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size)
+
+    def record(name: str, vit: Any, layer: Any, arguments: Any, keywords: Any) -> None:
         given = dict(inspect.signature(layer.forward).bind(*arguments, **keywords).arguments)
         x = given.pop("x")
-        keep(Patches(name=name, size=grid[-1], prefix=prefix_names(vit), layer=layer, given=given, x=x))
+        keep(Patches(name=name, size=grids[vit], prefix=prefix_names(vit), layer=layer, given=given, x=x))
 
-    with ExitStack() as stack:
-        for start, vit in vision_transformers(model).items():
-            grid: list[tuple[int, int]] = []
-            embed = vit.embeds if hasattr(vit, "embeds") else vit.patch_embed
-            stack.callback(embed.register_forward_hook(partial(_note_grid, grid)).remove)
-            for name in names:
-                if name.startswith(path(start, "blocks")):
-                    watch = partial(hook, name, vit, grid)
-                    layer = model.get_submodule(name)
-                    stack.callback(layer.register_forward_pre_hook(watch, with_kwargs=True).remove)
-        yield
-
-
-def _note_grid(grid: list[tuple[int, int]], embed: Any, inputs: Any, output: Any) -> None:
-    if isinstance(output, tuple):  # from NaFlexVit
-        grid.append(tuple(output[1]))
-    else:  # (B, H, W, C), or (B, H * W, C) for the model's own size
-        grid.append(tuple(output.shape[1:3] if output.dim() == 4 else embed.grid_size))
+    for vit in vision_transformers(model).values():
+        embed = vit.embeds if hasattr(vit, "embeds") else vit.patch_embed
+        yield embed.register_forward_hook(partial(note, vit))
+    for _, vit, name, layer in in_blocks(model):
+        if name in names:
+            yield layer.register_forward_pre_hook(partial(record, name, vit), with_kwargs=True)
 
 
 def rollouts(model: nn.Module, captured: dict[str, Any]) -> dict[str, Maps]:
     """Return the rollout of every vision transformer over all its layers that ran."""
-    vits = vision_transformers(model)
+    vits, known, rolled = vision_transformers(model), list(patches(model)), dict[str, Maps]()
     if not vits:
         raise ValueError(f"--rollout needs a vision transformer of timm, and {type(model).__name__} has none")
-    found: dict[str, Maps] = {}
     for start, vit in vits.items():
-        for number in range(len(vit.blocks)):
-            own = [name for name in patches(vit) if name.startswith(f"blocks.{number}.")]
-            if len(own) != 1:
+        own = [[name for name in known if name.startswith(path(start, f"blocks.{n}."))] for n in range(len(vit.blocks))]
+        for number, names in enumerate(own):
+            if len(names) != 1:
                 raise ValueError(
-                    f"--rollout needs blocks of one attention layer that can be shown, blocks.{number} has {len(own)}"
+                    f"--rollout needs blocks of one attention layer that can be shown, blocks.{number} has {len(names)}"
                 )
-        layers = [captured[path(start, name)] for name in patches(vit) if path(start, name) in captured]
+        layers = [captured[name] for (name,) in own if name in captured]
         if not layers:
             raise ValueError(f"--rollout needs a vision transformer that runs, and {start or 'the model'} did not")
-        last = layers[-1]
-        name = path(start, "rollout")
-        found[name] = Rollout(name=name, size=last.size, prefix=last.prefix, layers=layers)
-    return found
+        name, last = path(start, "rollout"), layers[-1]
+        rolled[name] = Rollout(name=name, size=last.size, prefix=last.prefix, layers=layers)
+    return rolled

@@ -6,8 +6,7 @@ Shapes: B batch, M heads, (H, W) the map, N tokens of a window.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from attn_plugins.modules.common.capture import Captured
 from attn_plugins.modules.tokens.windows import TableAttention, predicted_logits, project_v2, window_maps, window_parts
 from attn_plugins.terms.position_table import table_logits
 
-from .maps import Maps, Ours
+from .maps import Handle, Keep, Ours
 
 SECOND = "swin_transformer_v2"
 KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # timm's modules, and their models
@@ -105,23 +104,16 @@ class StockWindows:
         return project_v2(tokens, attn.qkv, attn.q_bias, attn.v_bias) if self.second else attn.qkv(tokens)
 
 
-@contextmanager
-def watch_swin(model: nn.Module, names: Iterable[str], keep: Callable[[Maps], None]) -> Iterator[None]:
-    """Pass the layers to ``keep`` when they are called."""
+def watch_swin(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
+    """See :data:`.Watch`."""
 
-    def record(name: str, block: Any, x: Tensor) -> None:
-        call = Captured(name, StockWindows(block), (x,), {})
+    def record(name: str, block: Any, module: Any, inputs: Any, output: Any = None) -> None:
+        call = Captured(name, StockWindows(block), (inputs[0] if output is None else output,), {})
         keep(Ours(name=name, size=call.size, call=call))
 
-    with ExitStack() as stack:
-        for name, block in swin_blocks(model).items():
-            if name not in names:
-                continue
+    for name, block in swin_blocks(model).items():
+        if name in names:
             note = partial(record, name, block)
             # V2 normalises after its attention, V1 before.
-            if type(block.attn).__module__.endswith(SECOND):
-                handle = block.register_forward_pre_hook(lambda _, inputs, note=note: note(inputs[0]))
-            else:
-                handle = block.norm1.register_forward_hook(lambda _, inputs, output, note=note: note(output))
-            stack.callback(handle.remove)
-        yield
+            second = type(block.attn).__module__.endswith(SECOND)
+            yield block.register_forward_pre_hook(note) if second else block.norm1.register_forward_hook(note)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.func import functional_call
 from attn_plugins.modules import SpatialSelfAttention
 from attn_plugins.modules.common.capture import softmax_over_keys
 
-from .maps import Maps, Query, Weights, title_of
+from .maps import Handle, Keep, Maps, Query, Weights
 from .points import Points
 
 PIXELS, OBJECTS = "pixels to pixels", "objects to pixels"
@@ -70,10 +69,10 @@ class Tokens(Maps):
             chosen = chosen[:, 0] * self.size[1] + chosen[:, 1]
         return self.weights(chosen, blank)[0].unflatten(-1, self.keys), None
 
-    def terms(self) -> dict[str, str]:
+    def terms(self) -> tuple[Any, Iterable[str]]:
         """See :meth:`.Maps.terms`."""
         names = self._logits(self.query, self.key) if hasattr(self.attention, "token_logits") else ()
-        return {title_of(self.attention, name): name for name in names}
+        return self.attention, names
 
     def _logits(self, query: Tensor, key: Tensor) -> dict[str, Tensor]:
         return self.attention.token_logits(query, key, self.masks.get("key_padding_mask"), self.masks.get("attn_mask"))
@@ -118,8 +117,7 @@ def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict
     carries the weight of key j among d keys at a time, in S / d passes.
 
     Args:
-        attention: As ``attn_plugins.mmcv.attended.TokenAttention`` (``in_proj_weight``, ``out_proj``), called with
-            tokens first.
+        attention: As ``attn_plugins.mmcv.attended.TokenAttention``, called with tokens first.
         query: (Q, B, C).
         key: (S, B, C).
         masks: ``key_padding_mask`` and ``attn_mask``.
@@ -130,14 +128,10 @@ def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict
     S, B, C = key.shape
     heads: int = attention.num_heads  # type: ignore[assignment]
     d = C // heads
-    own = dict(attention.named_parameters())
-    plain = {"in_proj_weight": own["in_proj_weight"].detach().clone()}
-    plain["out_proj.weight"] = torch.eye(C).to(own["out_proj.weight"])
-    plain["in_proj_weight"][2 * C :] = plain["out_proj.weight"]
-    if "in_proj_bias" in own:
-        plain["in_proj_bias"] = own["in_proj_bias"].detach().clone()
-        plain["in_proj_bias"][2 * C :] = 0
-        plain["out_proj.bias"] = torch.zeros_like(own["out_proj.bias"])
+    plain = {name: own.detach().clone() for name, own in attention.named_parameters() if "_proj" in name}
+    plain["in_proj_weight"][2 * C :] = plain["out_proj.weight"] = torch.eye(C).to(key)
+    if "in_proj_bias" in plain:
+        plain["in_proj_bias"][2 * C :] = plain["out_proj.bias"][:] = 0
     columns = []
     for start in range(0, S, d):
         one = torch.eye(S, d if start + d <= S else S - start, dtype=key.dtype, device=key.device).roll(start, 0)
@@ -177,9 +171,8 @@ def _conditional(module: nn.Module) -> bool:
     return hasattr(module, "qcontent_proj") and hasattr(module, "forward_attn")
 
 
-@contextmanager
-def watch_tokens(model: nn.Module, names: Iterable[str], keep: Callable[[Maps | Points], None]) -> Iterator[None]:
-    """Pass the layers to ``keep`` when they are called, without those whose keys are no map of encoded positions."""
+def watch_tokens(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
+    """See :data:`.Watch`; layers whose keys are no map of encoded positions are left out."""
     kinds = tokens(model)
     grids: dict[int, tuple[int, int]] = {}  # by number of pixels
 
@@ -187,64 +180,49 @@ def watch_tokens(model: nn.Module, names: Iterable[str], keep: Callable[[Maps | 
         H, W = output.shape[-2:]
         grids[H * W] = (H, W)
 
-    def record(name: str, attention: Any, batch_first: bool, given: dict[str, Any]) -> None:
+    def record(name: str, attention: Any, method: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        signature = inspect.signature(method)
+        given = dict(signature.bind(*arguments, **keywords).arguments)
+        for parameter in signature.parameters.values():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                given |= given.pop(parameter.name, {})
         if _deformable(attention):
             keep(Points(name, attention, given, kinds[name] == SAMPLED_OBJECTS))
             return
-        query, key, axis = given["query"], given["key"], 1 if batch_first else 0
+        axis = 1 if _conditional(attention) or getattr(attention, "batch_first", False) else 0
+        query, key = given["query"], given["key"]
         grid = grids.get(key.shape[axis])
         size = grid if kinds[name] == PIXELS else None
         if grid is not None and (size is None or query.shape[axis] == key.shape[axis]):
             masks = {mask: given.get(mask) for mask in ("key_padding_mask", "attn_mask")}
             keep(Tokens(name=name, size=size, attention=attention, query=query, key=key, masks=masks, keys=grid))
 
-    with ExitStack() as stack:
-        for module in model.modules():
-            if type(module).__name__.endswith("PositionalEncoding"):
-                stack.callback(module.register_forward_hook(note).remove)
-        for name in names:
-            layer = model.get_submodule(name)
-            inner = _inner(layer) or layer
-            watched = partial(record, name, inner, _conditional(layer) or getattr(inner, "batch_first", False))
-            stack.enter_context(_watch_method(layer, watched) if _conditional(layer) else _watch(inner, watched))
-        yield
+    for module in model.modules():
+        if type(module).__name__.endswith("PositionalEncoding"):
+            yield module.register_forward_hook(note)
+    for name in names:
+        layer = model.get_submodule(name)
+        inner = _inner(layer) or layer
+        if _conditional(layer):
+            yield _Replaced(layer, partial(record, name, layer))
+        else:
+            yield inner.register_forward_pre_hook(
+                lambda module, *given, name=name: record(name, module, module.forward, *given), with_kwargs=True
+            )
 
 
-@contextmanager
-def _watch(module: nn.Module, record: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Pass the arguments of every call of a module, by name, to ``record``."""
-    signature = inspect.signature(module.forward)
+class _Replaced:
+    """A hook of the method ``forward_attn``, which those of modules do not reach."""
 
-    def hook(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
-        record(_named(signature, arguments, keywords))
+    def __init__(self, layer: Any, record: Callable[..., None]) -> None:
+        self.layer, method = layer, layer.forward_attn
 
-    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+        def watched(*arguments: Any, **keywords: Any) -> Any:
+            record(method, arguments, keywords)
+            return method(*arguments, **keywords)
 
+        layer.forward_attn = watched
 
-@contextmanager
-def _watch_method(layer: Any, record: Callable[[dict[str, Any]], None]) -> Iterator[None]:
-    """Watch the method ``forward_attn``, which hooks do not reach, like :func:`_watch`."""
-    method = layer.forward_attn
-    signature = inspect.signature(method)
-
-    def watched(*arguments: Any, **keywords: Any) -> Any:
-        record(_named(signature, arguments, keywords))
-        return method(*arguments, **keywords)
-
-    layer.forward_attn = watched
-    try:
-        yield
-    finally:
-        del layer.forward_attn
-
-
-def _named(signature: inspect.Signature, arguments: Any, keywords: dict[str, Any]) -> dict[str, Any]:
-    given = dict(signature.bind(*arguments, **keywords).arguments)
-    for name, parameter in signature.parameters.items():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            given |= given.pop(name, {})
-    return given
+    def remove(self) -> None:
+        """Restore the method."""
+        del self.layer.forward_attn
