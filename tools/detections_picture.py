@@ -29,15 +29,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Judged:
-    """Detections on a picture, and the objects missed.
+    """Detections on a picture, and the objects missed."""
 
-    Attributes:
-        pairs: Each detection with the name of the object that it matches, or None.
-        missed: The boxes of the other objects.
-    """
-
-    pairs: list[tuple[Found, str | None]]
-    missed: list[Rectangle]
+    pairs: list[tuple[Found, str | None]]  # each detection with the name of the object that it matches, or None
+    missed: list[Rectangle]  # boxes of the other objects
 
 
 def known_objects(annotations: Path) -> dict[str, list[tuple[Rectangle, str]]]:

@@ -15,37 +15,35 @@
 
 MODEL is a timm model name, or a config (a file or 'mmdet::…') of mmdet or mmseg, of a model that contains any of our
 attention modules or is a transformer, stock or with our layers: timm's VisionTransformer and NaFlexVit (ViT, DeiT,
-DINOv2), Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former. A timm model receives the
-whole picture, resized to --input-size, else to the size that a checkpoint of tools.train was trained at,
-else to the model's own; a printed line says which.
+DINOv2), Swin and Swin V2, or TimeSformer, DETR and its relatives, MaskFormer, Mask2Former; with --fairseq a sentence.
+A timm model receives the whole picture, resized.
 
 The tool writes a PNG grid for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10)
-and attention.html, a self-contained page on which a click or the arrow keys choose the pixel. The greatest weight of a
-map is shown beside the uniform weight, 1 / number of keys. In Python: attn_plugins.modules.capture_attention.
+and attention.html, a self-contained page on which a click or the arrow keys choose the pixel, the object or the word.
+The greatest weight of a map is shown beside the uniform weight, 1 / number of keys. In Python:
+attn_plugins.modules.capture_attention.
 
-For timm's vision transformers a query may also be the cls token, by --pixels cls or a button of the page. The mean of
-all heads comes first, and each map shows the weights of the cls token and registers beside it. --rollout adds the
-attention rollout to the cls token, or to a patch, over all layers with residual connections (Abnar and Zuidema 2020).
+Vision transformers show the mean of all heads first, and the weights of the cls token and registers beside each map.
+--rollout is attention rollout over all layers with residual connections (Abnar and Zuidema 2020).
 
-TimeSformer receives a clip, a video or a folder of frames. For every step of its attention and every query, FRAME,Y,X
-or cls, a PNG shows the frames in a row, each with its share of the weight; the page shows frames side by side. Each
-step has its own keys, so 'divided' shows time and space separately. --rollout treats every step as a layer.
+TimeSformer receives a clip, a video or a folder of frames. For every step of its attention and every query a PNG shows
+the frames in a row, each with its share of the weight. Each step has its own keys, so 'divided' shows time and space
+separately, and is a layer of the rollout.
 
 For a transformer with object queries, PNG and page show the objects with the highest scores: where each attends, with
-its box or mask, or the points that deformable attention samples for it on every level, larger for larger weights. On
-the page a click or the arrow keys choose the object. Deformable encoders show these points for the chosen pixels.
---slots draws the centres of every query's boxes over many pictures, as in Carion et al. 2020, Fig. 7.
+its box or mask, or the points that deformable attention samples for it on every level, larger for larger weights.
+Deformable encoders show these points for the chosen pixels. --slots draws the centres of every query's boxes over many
+pictures, as in Carion et al. 2020, Fig. 7.
 
---parts adds, for logits with several terms (content and position; ε1 to ε4), the attention of each term alone: the
-softmax of its own logits, as in Fig. 3.4 of the thesis. LAYER.parts.png shows the parts and the whole in a row for
-every query, averaged over heads; the page has a switch. --rollout and deformable attention have no parts.
+--parts shows, for logits with several terms (content and position; ε1 to ε4), the softmax of each term's own logits, as
+in Fig. 3.4 of the thesis, averaged over heads. --rollout and deformable attention have no parts.
 
---follow draws, for a detector of mmdet with our deformable convolutions, the points that they read for each query
-pixel (a ring; by default the centres of the detections with the highest scores) and, in the same block, what the
-key-content term (epsilon 3, "0010") attends to, one map per head, into sampling.png.
+--follow draws into sampling.png, for a detector of mmdet with our deformable convolutions, the points that they read for
+each query pixel (a ring; by default the centres of the detections with the highest scores) and, in the same block, what
+the key-content term (epsilon 3, "0010") attends to, one map per head.
 
---fairseq takes a checkpoint of fairseq-train, of our models or fairseq's own, and a sentence in place of MODEL. The
-page and a PNG of every layer show self-attention in the sentence and in its translation, and the alignment of both.
+--fairseq shows self-attention in the sentence and in its translation, and the alignment of both, of our models or
+fairseq's own.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ import yaml
 
 from tools.pictures import BadPicture, open_picture
 from tools.view import figures
-from tools.view.clips import Steps, steps
+from tools.view.clips import steps
 from tools.view.folder import own_folder
 from tools.view.maps import CLS, ViewError
 from tools.view.models import (
@@ -131,16 +129,11 @@ OF_PICTURES = (
     "checkpoint", "model_args", "pixels", "rollout", "input_size", "objects", "least_score", "slots", "follow", "device"
 )  # fmt: skip
 OF_SENTENCES = "data", "sentencepiece_model", "target", "beam"
-DEFAULTS = {
-    flag.lstrip("-").replace("-", "_"): more.get("default", False if "action" in more else None)
-    for flag, _, more in [*OPTIONS, *SENTENCE_OPTIONS]
-}
 Drawings = list[tuple[str, Callable[[Path], object]]]  # a PNG's name, and what draws it
 
 
 def show(options: argparse.Namespace) -> list[Path]:
     """Run the command line; return the files written."""
-    check(options)
     if options.fairseq is not None:
         return show_sentence(options)
     mm = is_mm(options.model)
@@ -157,11 +150,11 @@ def show(options: argparse.Namespace) -> list[Path]:
     return written
 
 
-def check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace, default: Callable[[str], Any]) -> None:
     """Check that options fit together."""
     sentence, mm = options.fairseq is not None, is_mm(options.model)
     for name in OF_PICTURES if sentence else OF_SENTENCES:
-        if getattr(options, name) != DEFAULTS[name]:
+        if getattr(options, name) != default(name):
             kind = "pictures, not for --fairseq" if sentence else "sentences: it needs --fairseq CHECKPOINT"
             raise ViewError(f"--{name.replace('_', '-')} is for {kind}")
     if sentence and options.image is not None:
@@ -242,6 +235,11 @@ def parse_pixels(
     Without texts: the cls token, if any, and four pixels spread over the picture, or a clip's middle.
     """
     H, W = size
+    limits, form, where = size, "Y,X in pixels of the picture", f"picture of {H} rows and {W} columns"
+    lacking = "vision transformer of timm with a cls token: this model has none"
+    if frames is not None:
+        limits, form = (frames, H, W), "FRAME,Y,X of a clip, frames counted from 0, or cls"
+        where, lacking = f"clip of {frames} frames of {H}×{W} pixels", "model with a cls token: this one has none"
     if not texts:
         middle = [(H * i // 3, W * j // 3) for i in (1, 2) for j in (1, 2)]
         return [*[CLS] * cls, *(middle if frames is None else [(frames // 2, H // 2, W // 2)])]
@@ -249,20 +247,14 @@ def parse_pixels(
     for text in texts:
         if text == CLS:
             if not cls:
-                where = "vision transformer of timm with a cls token: this model" if frames is None else None
-                raise ViewError(f"--pixels cls needs a {where or 'model with a cls token: this one'} has none")
+                raise ViewError(f"--pixels cls needs a {lacking}")
             pixels.append(CLS)
             continue
-        if re.fullmatch(r"\d+,\d+" if frames is None else r"\d+,\d+,\d+", text) is None:
-            form = "Y,X in pixels of the picture"
-            form = form if frames is None else "FRAME,Y,X of a clip, frames counted from 0, or cls"
+        if re.fullmatch(",".join([r"\d+"] * len(limits)), text) is None:
             raise ViewError(f"--pixels must be {form}, got {text!r}")
-        numbers = tuple(map(int, text.split(",")))
-        if any(n >= most for n, most in zip(numbers[::-1], (W, H, frames or 0))):
-            where = f"picture of {H} rows and {W} columns"
-            where = where if frames is None else f"clip of {frames} frames of {H}×{W} pixels"
+        pixels.append(tuple(map(int, text.split(","))))
+        if any(n >= most for n, most in zip(pixels[-1], limits)):
             raise ViewError(f"--pixels must lie in the {where}, got {text!r}")
-        pixels.append(numbers)
     return pixels
 
 
@@ -270,7 +262,6 @@ def of_clip(view: View, places: Sequence[Any]) -> Drawings:
     """Return a PNG for every step and query."""
     drawings: Drawings = []
     for layer in view.maps:
-        assert isinstance(layer, Steps)
         for place in places:
             if layer.cls or place != CLS:
                 where = place if place == CLS else "-".join(map(str, place))
@@ -322,7 +313,7 @@ def show_sentence(options: argparse.Namespace) -> list[Path]:
     chosen = chosen_layers([layer.name for layer in sentence.maps], options.layers)
     sentence.maps = [layer for layer in sentence.maps if layer.name in chosen]
     if options.parts and not any(layer.parts for layer in sentence.maps):
-        print("no layer has more than one term in its logits: there are no parts to show")
+        print(NO_PARTS)
     output = options.output
     if output is None:
         short = re.sub(r"\W+", "-", options.model).strip("-")[:40] or "sentence"
@@ -332,7 +323,7 @@ def show_sentence(options: argparse.Namespace) -> list[Path]:
     for layer in sentence.maps:
         drawings.append((layer.name, partial(figures.draw_words, sentence, layer)))
         if layer.parts:
-            drawings.append((f"{layer.name}.parts", partial(figures.draw_word_parts, sentence, layer)))
+            drawings.append((f"{layer.name}.parts", partial(figures.draw_words, sentence, layer, parts=True)))
     written = draw(drawings, output)
     write_sentence_page(sentence, f"Attention of {options.fairseq.name} on “{options.model}”", written[-1])
     return written
@@ -349,6 +340,7 @@ def main(arguments: list[str] | None = None) -> int:
         group.add_argument(flag, help=words, **more)
     options = parser.parse_args(arguments)
     try:
+        check(options, parser.get_default)
         for file in show(options):
             print(file)
     except (BadPicture, ValueError) as error:

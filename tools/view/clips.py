@@ -29,20 +29,13 @@ class Steps(Maps):
 
     In a rollout every step counts as a layer with its own residual connection; prefix tokens bypass steps in which
     they take no part.
-
-    Attributes:
-        clip: (T, H, W).
-        alone: Whether each frame is a sequence of its own.
-        layer: The step.
-        arguments: Of its forward: the input (S, P + N, C), the grid and P.
-        steps: The steps of a rollout.
     """
 
-    clip: ClipGrid
-    alone: bool
-    layer: Any = None
-    arguments: tuple[Tensor, ClipGrid, int] | None = None
-    steps: Sequence[Steps] = ()
+    clip: ClipGrid  # (T, H, W)
+    alone: bool  # whether each frame is a sequence of its own
+    layer: Any = None  # the step
+    arguments: tuple[Tensor, ClipGrid, int] | None = None  # of its forward: the input (S, P + N, C), the grid and P
+    steps: Sequence[Steps] = ()  # of a rollout
     mean_first = True
 
     @property
@@ -65,7 +58,7 @@ class Steps(Maps):
             if cell == CLS:
                 row[:, 0] = 1 / S
             else:
-                y, x = cell  # type: ignore[misc,str-unpack]
+                y, x = cell
                 number = ((y // H * across + x // W) * H + y % H) * W + x % W
                 row[number // N, P + number % N] = 1
         weights = self.products(rows, blank)

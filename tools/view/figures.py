@@ -52,7 +52,6 @@ def figure_of(rows: int, columns: int, size: tuple[float, float], title: str, fo
 
 
 def _cells(view: View, layer: Maps, pixels: Sequence[Any]) -> list[Any]:
-    assert layer.size is not None
     return [pixel if pixel == CLS else view.cell(layer.size, pixel) for pixel in pixels]
 
 
@@ -64,10 +63,18 @@ def _heat(view: View, panel: Any, values: Any, alpha: float = 0.65, cmap: str = 
     panel.imshow(np.asarray(values), cmap=cmap, vmin=0, alpha=alpha, extent=extent, interpolation="nearest")
 
 
+def _picture(view: View, panel: Any, alpha: float = 1) -> None:
+    panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=alpha)
+
+
 def _cut(view: View, axes: Any) -> None:
     """Cut off the padding."""
     for panel in axes.flat:
         panel.set(xticks=[], yticks=[], xlim=(0, view.inside[1]), ylim=(view.inside[0], 0))
+
+
+def _greatest(maps: Any, uniform: Any) -> str:
+    return f"max {maps.max():.2g} (uniform {uniform:.2g})"
 
 
 def _cross(view: View, panel: Any, pixel: Any, size: float, width: float | None = None) -> None:
@@ -89,14 +96,14 @@ def draw_heads(view: View, layer: Maps, pixels: Sequence[Any], out: Path) -> Non
     size = width * queries + 0.4, height * (heads + 1) + 0.3
     with figure_of(heads + 1, queries, size, title, 9, out) as axes:
         for q, pixel in enumerate(pixels):
-            axes[0, q].imshow(view.picture, extent=(0, view.size[1], view.size[0], 0))
+            _picture(view, axes[0, q])
             _cross(view, axes[0, q], pixel, 10, 2)
             where = "cls token" if pixel == CLS else f"({pixel[0]}, {pixel[1]})"
             axes[0, q].set_title(f"{q + 1}: {where}", fontsize=8, pad=3)
             for head, panel in enumerate(axes[1:, q]):
                 _heat(view, panel, maps[head, q], 0.65 if layer.rolled else 1)
                 _cross(view, panel, pixel, 6)
-                words = f"max {maps[head, q].max():.2g} (uniform {looked.uniform[q]:.2g})"
+                words = _greatest(maps[head, q], looked.uniform[q])
                 if looked.elsewhere is not None:
                     words += f"\n{looked.elsewhere[head, q]:.0%} on {layer.prefix_words}"
                 panel.set_title(words, fontsize=6, pad=2)
@@ -115,12 +122,12 @@ def draw_parts(view: View, layer: Maps, parts: dict[str, Maps], pixels: Sequence
     title = f"{layer.name}: {EXPLAINED}{'' if heads == 1 else '; mean of all heads'}"
     with figure_of(len(cells), len(columns) + 1, size, title, 8, out) as axes:
         for q, pixel in enumerate(pixels):
-            axes[q, 0].imshow(view.picture, extent=(0, view.size[1], view.size[0], 0))
+            _picture(view, axes[q, 0])
             axes[q, 0].set_title(f"{q + 1}: {'cls token' if pixel == CLS else tuple(pixel)}", fontsize=7, pad=2)
             for panel, (name, looked) in zip(axes[q, 1:], columns.items()):
                 mean = (looked.maps[0] if looked.names[0] == "mean of heads" else looked.maps.mean(0))[q]
                 _heat(view, panel, mean.cpu())
-                panel.set_title(f"{name}\nmax {mean.max():.2g} (uniform {looked.uniform[q]:.2g})", fontsize=6, pad=2)
+                panel.set_title(f"{name}\n{_greatest(mean, looked.uniform[q])}", fontsize=6, pad=2)
             for panel in axes[q]:
                 _cross(view, panel, pixel, 7, 1.5)
         _cut(view, axes)
@@ -129,16 +136,9 @@ def draw_parts(view: View, layer: Maps, parts: dict[str, Maps], pixels: Sequence
 def draw_clip(view: View, layer: Steps, query: Any, out: Path) -> None:
     """Save the frames in a row, and below them the attention of the query in each: the mean of heads and every head.
 
-    Maps in a row share one scale. The title of a map is its frame's share of the weight. Patches that are not keys of
-    the query stay without colour.
-
-    Args:
-        view: The clip.
-        layer: A step, or a rollout.
-        query: (t, y, x) in pixels of the file, or the cls token.
-        out: The file.
+    The query is (t, y, x) in pixels of the file, or the cls token. Maps in a row share one scale. The title of a map is
+    its frame's share of the weight. Patches that are not keys of the query stay without colour.
     """
-    assert view.frames is not None
     (down, across), (T, *grid) = view.frames, layer.clip
     H, W = view.size[0] // down, view.size[1] // across
 
@@ -189,7 +189,6 @@ def in_mosaic(view: View, query: Any) -> Any:
     """Convert a pixel (t, y, x) of a clip to a pixel (y, x) of the mosaic of its frames."""
     if query == CLS:
         return CLS
-    assert view.frames is not None
     height, width = (n // frames for n, frames in zip(view.file_size, view.frames))
     t, y, x = query
     return t // view.frames[1] * height + y, t % view.frames[1] * width + x
@@ -212,12 +211,13 @@ def _panels(view: View, rows: int, columns: int, title: str, out: Path) -> Itera
 @contextmanager
 def _of_objects(view: View, title: str, out: Path) -> Iterator[Any]:
     """Yield a number and a panel for each object, with its title."""
-    assert view.objects is not None
-    columns = min(len(view.objects), 4)
-    with _panels(view, -(-len(view.objects) // columns), columns, title, out) as axes:
-        for n, panel in zip(range(len(view.objects)), axes.flat):
+    number = len(view.objects)
+    columns = min(number, 4)
+    with _panels(view, -(-number // columns), columns, title, out) as axes:
+        panels = list(enumerate(axes.flat[:number]))
+        for n, panel in panels:
             panel.set_title(view.objects.title(n), fontsize=7, pad=2)
-        yield list(zip(range(len(view.objects)), axes.flat))
+        yield panels
 
 
 def _box(panel: Any, box: Sequence[float], colour: str = "#38a3ff") -> None:
@@ -229,7 +229,6 @@ def _box(panel: Any, box: Sequence[float], colour: str = "#38a3ff") -> None:
 def draw_object_maps(view: View, layer: Tokens, out: Path) -> None:
     """Save one panel for each object: its query's attention, averaged over heads, and its box."""
     objects = view.objects
-    assert objects is not None
     looked = layer.look(objects.queries.tolist())
     maps = looked.maps.mean(0).cpu()  # (N, Hk, Wk)
     title = f"{layer.name}: where each object's query attends, mean of all heads, {maps.shape[1]}×{maps.shape[2]} keys"
@@ -237,18 +236,15 @@ def draw_object_maps(view: View, layer: Tokens, out: Path) -> None:
         for n, panel in panels:
             _heat(view, panel, maps[n], 0.7, "inferno")
             _box(panel, objects.boxes[n].tolist())
-            words = f"{objects.title(n)}\nmax {maps[n].max():.2g} (uniform {looked.uniform[n]:.2g})"
-            panel.set_title(words, fontsize=7, pad=2)
+            panel.set_title(f"{objects.title(n)}\n{_greatest(maps[n], looked.uniform[n])}", fontsize=7, pad=2)
 
 
 def draw_object_masks(view: View, out: Path) -> None:
     """Save one panel for each object: its mask, class and score."""
-    objects, (h, w) = view.objects, view.inside
-    assert objects is not None
-    assert objects.masks is not None
+    h, w = view.inside
     with _of_objects(view, "Masks of the surest queries, their classes and scores", out) as panels:
         for n, panel in panels:
-            mask = fine_mask(objects.masks[n], view.size, view.inside).sigmoid().numpy()
+            mask = fine_mask(view.objects.masks[n], view.size, view.inside).sigmoid().numpy()
             grey = np.repeat(view.picture.astype(np.float32).mean(-1)[:h, :w, None], 3, -1) / 255 * 0.6
             share = 0.65 * mask[..., None]
             panel.imshow(grey * (1 - share) + np.array([0.24, 0.86, 0.36], np.float32) * share, extent=(0, w, h, 0))
@@ -258,18 +254,15 @@ def draw_object_masks(view: View, out: Path) -> None:
 
 def draw_object_points(view: View, layer: Points, out: Path) -> None:
     """Save one panel for each object: the sampling points of its query, its reference and its box."""
-    objects = view.objects
-    assert objects is not None
-    locations, weights = layer.points(objects.queries)
-    references = layer.in_pixels(layer.references[0, objects.queries].float(), view.size, view.inside)[:, 0].tolist()
-    places = layer.in_pixels(locations[0], view.size, view.inside)
+    objects, references = view.objects, view.references(layer).tolist()
+    places, weights = view.sampled(layer, objects.queries)
     with _of_objects(view, _sampled(layer, "each object's query"), out) as panels:
         for n, panel in panels:
             x, y, *size = references[n]
             _box(panel, objects.boxes[n].tolist())
             if size:
                 _box(panel, (x - size[0] / 2, y - size[1] / 2, x + size[0] / 2, y + size[1] / 2), "black")
-            _points(view, panel, places[n], weights[0, n], (x, y))
+            _points(view, panel, places[n], weights[n], (x, y))
         _legend(panels[0][1], layer)
 
 
@@ -277,14 +270,14 @@ def draw_pixel_points(view: View, layer: Points, pixels: Sequence[tuple[int, int
     """Save the sampling points of pixels: levels of the query in rows, pixels in columns."""
     with _panels(view, len(layer.shapes), len(pixels), _sampled(layer, "each pixel"), out) as axes:
         for level, shape in enumerate(layer.shapes):
-            locations, weights = layer.points(layer.number(level, [view.cell(shape, pixel) for pixel in pixels]))
-            places = layer.in_pixels(locations[0], view.size, view.inside)
+            cells = [view.cell(shape, pixel) for pixel in pixels]
+            places, weights = view.sampled(layer, layer.number(level, cells))
             for q, panel in enumerate(axes[level]):
                 y, x = ((n + 0.5) * scale for n, scale in zip(pixels[q], view.scale))
                 height, width = (size / cells for size, cells in zip(view.size, shape))
                 top, left = height * (y // height), width * (x // width)  # of the query's cell
                 _box(panel, (left, top, left + width, top + height), "black")
-                _points(view, panel, places[q], weights[0, q], (x, y))
+                _points(view, panel, places[q], weights[q], (x, y))
                 panel.set_title(f"{pixels[q]} on the map {shape[0]}×{shape[1]}", fontsize=7, pad=2)
         _legend(axes[0, 0], layer)
 
@@ -295,7 +288,7 @@ def _sampled(layer: Points, who: str) -> str:
 
 def _points(view: View, panel: Any, places: Tensor, weights: Tensor, cross: tuple[float, float]) -> None:
     """Draw points (M, L, K, 2) in the colours of their levels, those of the least weight first, and their reference."""
-    panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=0.75)
+    _picture(view, panel, 0.75)
     for level in range(places.shape[1]):
         xy, weight = places[:, level].reshape(-1, 2), weights[:, level].flatten()
         order = torch.argsort(weight)
@@ -342,20 +335,14 @@ def draw_slots(slots: Slots, out: Path) -> list[int]:
     return chosen.tolist()
 
 
-def draw_words(sentence: Sentence, layer: WordMaps, out: Path) -> None:
-    """Save the maps of all heads of a layer, their mean first."""
-    panels = dict(zip(head_names(len(layer.weights)), with_mean(layer.weights)))
-    _draw_words(sentence, layer, panels, TITLES[layer.kind], out)
-
-
-def draw_word_parts(sentence: Sentence, layer: WordMaps, out: Path) -> None:
-    """Save the maps of every part of the logits and of all together, averaged over heads."""
-    panels = {name: weights.mean(0) for name, weights in {**layer.parts, WHOLE: layer.weights}.items()}
-    mean_of = "" if len(layer.weights) == 1 else "; mean of all heads"
-    _draw_words(sentence, layer, panels, EXPLAINED + mean_of, out)
-
-
-def _draw_words(sentence: Sentence, layer: WordMaps, panels: dict[str, Tensor], title: str, out: Path) -> None:
+def draw_words(sentence: Sentence, layer: WordMaps, out: Path, parts: bool = False) -> None:
+    """Save the maps of all heads of a layer, their mean first, or of every part of the logits, averaged over heads."""
+    if parts:
+        panels = {name: weights.mean(0) for name, weights in {**layer.parts, WHOLE: layer.weights}.items()}
+        title = EXPLAINED + ("" if len(layer.weights) == 1 else "; mean of all heads")
+    else:
+        panels = dict(zip(head_names(len(layer.weights)), with_mean(layer.weights)))
+        title = TITLES[layer.kind]
     queries, keys = sentence.words[layer.kind]
     cell = min(CELL, LARGEST / max(len(queries), len(keys)))
     size = max(1.0, cell * len(keys)), max(1.0, cell * len(queries))

@@ -43,40 +43,24 @@ class ViewError(ValueError):
 
 @dataclass
 class Looked:
-    """Attention of some queries, by map: each head, or their mean and each head.
+    """Attention of some queries, by map: each head, or their mean and each head."""
 
-    Attributes:
-        names: Names of the N maps.
-        maps: (N, Q, Hk, Wk).
-        keys: (Q, Hk, Wk), True at a query's keys.
-        uniform: (Q,), 1 / number of a query's keys.
-        elsewhere: (N, Q), the weight of keys that have no place on the map; None if there are none.
-    """
-
-    names: list[str]
-    maps: Tensor
-    keys: Tensor
-    uniform: Tensor
-    elsewhere: Tensor | None = None
+    names: list[str]  # of the N maps
+    maps: Tensor  # (N, Q, Hk, Wk)
+    keys: Tensor  # (Q, Hk, Wk), True at a query's keys
+    uniform: Tensor  # (Q,), 1 / number of a query's keys
+    elsewhere: Tensor | None = None  # (N, Q), the weight of keys that have no place on the map, if there are any
 
 
 @dataclass(kw_only=True)
 class Maps:
-    """An attention layer and its inputs in the last forward pass; weights are computed on demand.
+    """An attention layer and its inputs in the last forward pass; weights are computed on demand."""
 
-    Attributes:
-        name: Name of the layer in its model.
-        size: (Hq, Wq); None if the queries are objects.
-        prefix: Names of the keys before the map's, such as the cls token.
-        part: The only term of the logits to take; empty for all terms.
-        rolled: Whether this is a rollout over layers.
-    """
-
-    name: str
-    size: tuple[int, int] | None = None
-    prefix: list[str] = field(default_factory=list)
-    part: str = ""
-    rolled: bool = False
+    name: str  # in its model
+    size: tuple[int, int] | None = None  # (Hq, Wq); None if the queries are objects
+    prefix: list[str] = field(default_factory=list)  # names of the keys before the map's, such as the cls token
+    part: str = ""  # the only term of the logits to take; empty for all terms
+    rolled: bool = False  # whether this is a rollout over layers
     mean_first = False
 
     def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:

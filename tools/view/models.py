@@ -38,23 +38,14 @@ KINDS: tuple[tuple[Callable[[nn.Module], dict[str, str]], Watch], ...] = (
 
 @dataclass
 class View:
-    """A model's view of a picture, or of a clip as a mosaic of its frames.
+    """A model's view of a picture, or of a clip as a mosaic of its frames."""
 
-    Attributes:
-        picture: (H, W, 3) uint8, the model's input, padding included.
-        scale: Rows and columns of ``picture`` per row and column of the file.
-        file_size: (H, W) of the file.
-        layers: The attention layers, in the order of their calls.
-        objects: Detected objects, if the model's queries are objects.
-        frames: Rows and columns of the frames of a clip.
-    """
-
-    picture: np.ndarray
-    scale: tuple[float, float]
-    file_size: tuple[int, int]
-    layers: list[Layer]
-    objects: Objects | None = None
-    frames: tuple[int, int] | None = None
+    picture: np.ndarray  # (H, W, 3) uint8, the model's input, padding included
+    scale: tuple[float, float]  # rows and columns of `picture` per row and column of the file
+    file_size: tuple[int, int]  # (H, W)
+    layers: list[Layer]  # in the order of their calls
+    objects: Objects | None = None  # if the model's queries are objects
+    frames: tuple[int, int] | None = None  # rows and columns of the frames of a clip
 
     @property
     def size(self) -> tuple[int, int]:
@@ -80,6 +71,15 @@ class View:
     def points(self, objects: bool) -> list[Points]:
         """Return the layers with sampling points for every object, or for every pixel."""
         return [layer for layer in self.layers if isinstance(layer, Points) and layer.objects == objects]
+
+    def sampled(self, layer: Points, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the points (Q, M, L, K, 2) that queries read, in pixels of ``picture``, and their weights."""
+        locations, weights = layer.points(chosen)
+        return layer.in_pixels(locations[0], self.size, self.inside), weights[0]
+
+    def references(self, layer: Points) -> Tensor:
+        """Return the objects' reference points (N, 2) or boxes (N, 4), (x, y, w, h), in pixels of ``picture``."""
+        return layer.in_pixels(layer.references[0, self.objects.queries].float(), self.size, self.inside)[:, 0]
 
     def cell(self, size: Sequence[int], pixel: Sequence[int]) -> tuple[int, int]:
         """Return the cell of a map of ``size`` that contains a pixel (y, x) of the file."""

@@ -22,23 +22,14 @@ KINDS = (("small", "#1a9e3f"), ("large, horizontal", "#d62728"), ("large, vertic
 
 @dataclass
 class Objects:
-    """Results of object queries, by falling score.
+    """Results of object queries, by falling score."""
 
-    Attributes:
-        queries: (N,), numbers of the queries.
-        labels: (N,), numbers of classes.
-        names: Names of the classes.
-        scores: (N,), scores of the classes, 0 to 1.
-        boxes: (N, 4) as (left, top, right, bottom), in pixels of the model's input.
-        masks: (N, H', W'), logits over the padded picture, for models that predict masks.
-    """
-
-    queries: Tensor
-    labels: Tensor
-    names: list[str]
-    scores: Tensor
-    boxes: Tensor
-    masks: Tensor | None = None
+    queries: Tensor  # (N,), numbers of the queries
+    labels: Tensor  # (N,), numbers of classes
+    names: list[str]  # of the classes
+    scores: Tensor  # (N,), of the classes, 0 to 1
+    boxes: Tensor  # (N, 4) as (left, top, right, bottom), in pixels of the model's input
+    masks: Tensor | None = None  # (N, H', W'), logits over the padded picture, for models that predict masks
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -132,15 +123,10 @@ def _box_of_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) 
 
 @dataclass
 class Slots:
-    """Boxes of every query in many pictures (Carion et al. 2020, Fig. 7).
+    """Boxes of every query in many pictures (Carion et al. 2020, Fig. 7)."""
 
-    Attributes:
-        boxes: (P, Q, 4) as (x, y, w, h) relative to the picture, for P pictures and Q queries; w = 0 for none.
-        scores: (P, Q), scores of the boxes.
-    """
-
-    boxes: np.ndarray
-    scores: np.ndarray
+    boxes: np.ndarray  # (P, Q, 4) as (x, y, w, h) relative to the picture, for P pictures and Q queries; w = 0 for none
+    scores: np.ndarray  # (P, Q), of the boxes
 
 
 def pictures(paths: Sequence[Path]) -> list[Path]:

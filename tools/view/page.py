@@ -91,7 +91,6 @@ def thinned(layer: Maps) -> tuple[Looked, tuple[int, int], list[str]]:
     Returns:
         Maps (N, Hq' * Wq', Hk', Wk'), the size (Hq', Wq'), and notes on what was left out.
     """
-    assert layer.size is not None
     if isinstance(layer, Steps):  # as many queries of every frame
         sizes = zip(layer.clip[1:], layer.thinned(MOST_CLIP_QUERIES), layer.frames)
         y, x = (torch.cat([f * n + centres(n, most // frames) for f in range(frames)]) for n, most, frames in sizes)
@@ -167,11 +166,9 @@ def _common(layer: Points) -> dict[str, Any]:
 
 def _places(view: View, layer: Points, chosen: Tensor) -> dict[str, str]:
     """Encode the queries' points, (Q, M, L, K, 2), relative to the picture, and weights relative to the greatest."""
-    locations, weights = layer.points(chosen)
-    h, w = view.inside
-    span = layer.in_pixels(locations[0], view.size, view.inside).numpy() / np.array([w, h])
-    span = np.clip((span + REACH) / (1 + 2 * REACH), 0, 1)
-    data = shares(weights[0], 3)
+    places, weights = view.sampled(layer, chosen)
+    span = np.clip((places.numpy() / np.array(view.inside[::-1]) + REACH) / (1 + 2 * REACH), 0, 1)
+    data = shares(weights, 3)
     return dict(places=encoded(np.rint(span * 65535), "<u2"), weights=data["maps"], peaks=data["peaks"])
 
 
@@ -180,15 +177,14 @@ def objects_data(view: View) -> dict[str, Any] | None:
     objects = view.objects
     if objects is None or not len(objects):
         return None
-    h, w = view.inside
-    scale = torch.tensor([w, h, w, h])
+    scale = torch.tensor(view.inside[::-1]).repeat(2)
     listed = [
         dict(title=objects.title(n), box=(objects.boxes[n] / scale).tolist(), name=objects.names[n])
         for n in range(len(objects))
     ]
     points = []
     for layer in view.points(objects=True):
-        references = layer.in_pixels(layer.references[0, objects.queries].float(), view.size, view.inside)[:, 0]
+        references = view.references(layer)
         places = (references / scale[: references.shape[1]]).tolist()
         points.append(dict(_common(layer), references=places, note="", **_places(view, layer, objects.queries)))
     maps = [_object_maps(layer, objects.queries.tolist()) for layer in view.object_maps]
@@ -197,7 +193,7 @@ def objects_data(view: View) -> dict[str, Any] | None:
 
 def _object_maps(layer: Tokens, queries: list[int]) -> dict[str, Any]:
     looked = layer.look(queries)
-    maps = torch.cat((looked.maps.mean(0, keepdim=True), looked.maps))
+    maps = torch.cat((looked.maps.mean(0, keepdim=True), looked.maps))  # also of a single head
     size = min(layer.keys[0], MOST_OBJECT_KEYS), min(layer.keys[1], MOST_OBJECT_KEYS)
     note = "" if size == layer.keys else f"{layer.keys[0]}×{layer.keys[1]} averaged"
     data = shares(_pooled(maps, size))
@@ -208,7 +204,6 @@ def _object_maps(layer: Tokens, queries: list[int]) -> dict[str, Any]:
 
 def _masks(view: View) -> dict[str, Any] | None:
     """Return masks of objects, 0..255, over the picture without its padding."""
-    assert view.objects is not None
     if view.objects.masks is None:
         return None
     step = max(1.0, max(view.inside) / MOST_MASK)

@@ -22,17 +22,11 @@ from .maps import CLS, Handle, Keep, Maps, Query, Weights
 
 @dataclass(kw_only=True)
 class Patches(Maps):
-    """An attention layer of a vision transformer.
-
-    Attributes:
-        layer: The layer.
-        given: Further arguments of its forward.
-        x: Its input, (B, T, C).
-    """
+    """An attention layer of a vision transformer."""
 
     layer: Any
-    given: dict[str, Any]
-    x: Tensor
+    given: dict[str, Any]  # further arguments of its forward
+    x: Tensor  # its input, (B, T, C)
     mean_first = True
 
     @torch.no_grad()
@@ -50,9 +44,8 @@ class Patches(Maps):
 
     def rows(self, weights: Tensor, queries: Sequence[Query]) -> Weights:
         """Take the queries' rows from weights (M, T, T)."""
-        assert self.size is not None
         P, W = len(self.prefix), self.size[1]
-        numbers = [0 if n == CLS else P + n[0] * W + n[1] for n in queries]  # type: ignore[index,operator]
+        numbers = [0 if n == CLS else P + n[0] * W + n[1] for n in queries]
         rows = weights[:, torch.tensor(numbers)]
         return rows[..., P:].unflatten(-1, self.size), rows[..., :P] if P else None
 
@@ -67,24 +60,18 @@ class Rollout(Maps):
 
     For every layer, heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
     multiplied from the left with that of the layers before.
-
-    Attributes:
-        layers: From the first layer to the last.
     """
 
-    layers: Sequence[Patches]
+    layers: Sequence[Patches]  # from the first to the last
     rolled: bool = True
 
     @torch.no_grad()
     def weights(self) -> Tensor:
         """Return (B, T, T): row t is the share of every input token in token t."""
-        product: Tensor | None = None
+        product = one = torch.eye(self.layers[0].x.shape[1])
         for layer in self.layers:
-            mixed = layer.weights().float().mean(1)
-            mixed = mixed + torch.eye(mixed.shape[-1], device=mixed.device)
-            mixed = mixed / mixed.sum(-1, keepdim=True)
-            product = mixed if product is None else mixed @ product
-        assert product is not None
+            mixed = layer.weights().float().mean(1) + one
+            product = mixed / mixed.sum(-1, keepdim=True) @ product
         return product
 
     def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:

@@ -18,19 +18,12 @@ from attn_plugins.ops.deformable_attention.deformable_attention import shapes_on
 
 @dataclass
 class Points:
-    """A deformable attention layer and its inputs in the last forward pass.
+    """A deformable attention layer and its inputs in the last forward pass."""
 
-    Attributes:
-        name: Name of the layer in its model.
-        attention: The layer.
-        arguments: Arguments of its ``forward``, by name.
-        objects: Whether its queries are objects rather than the pixels of all levels.
-    """
-
-    name: str
-    attention: Any
-    arguments: dict[str, Any]
-    objects: bool
+    name: str  # in its model
+    attention: Any  # the layer
+    arguments: dict[str, Any]  # of its forward, by name
+    objects: bool  # whether its queries are objects rather than the pixels of all levels
 
     @property
     def shapes(self) -> list[tuple[int, int]]:

@@ -30,52 +30,32 @@ Weights = Callable[[], tuple[Tensor, dict[str, Tensor]]]  # weights of all terms
 
 @dataclass
 class WordMaps:
-    """Attention maps of a layer.
+    """Attention maps of a layer."""
 
-    Attributes:
-        name: Name of the layer in its model.
-        kind: ``'encoder'``, ``'decoder'`` (self-attention both) or ``'alignment'`` (from the decoder to the encoder).
-        weights: Weights (M, T, S) that the layer uses.
-        parts: Likewise for every term of its logits alone, by title; empty for a single term.
-    """
-
-    name: str
-    kind: str
-    weights: Tensor
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    name: str  # in its model
+    kind: str  # encoder, decoder (self-attention both) or alignment (from the decoder to the encoder)
+    weights: Tensor  # (M, T, S), as the layer uses them
+    parts: dict[str, Tensor] = field(default_factory=dict)  # of every term of the logits alone, by title, if several
 
 
 @dataclass
 class Sentence:
-    """A sentence as read and written by a model.
+    """A sentence as read and written by a model."""
 
-    Attributes:
-        words: By kind, the labels of queries and keys. The label of a decoder's query is the piece that its step
-            writes, the label of a key is the piece that was read.
-        maps: Maps, in the order of the layers.
-        unknown: Pieces missing from the dictionaries.
-    """
-
+    # By kind, the labels of queries and keys: for a decoder the pieces that its steps write, and those that it read.
     words: dict[str, tuple[list[str], list[str]]]
-    maps: list[WordMaps]
-    unknown: list[str]
+    maps: list[WordMaps]  # in the order of the layers
+    unknown: list[str]  # pieces missing from the dictionaries
 
 
 @dataclass
 class Reader:
-    """A loaded checkpoint.
+    """A loaded checkpoint."""
 
-    Attributes:
-        name: Name of the file.
-        model: The model, in evaluation mode.
-        task: fairseq's task, translation or language modelling.
-        pieces: Splits text into pieces, separated by spaces.
-    """
-
-    name: str
-    model: Any
-    task: Any
-    pieces: Callable[[str], str]
+    name: str  # of the file
+    model: Any  # in evaluation mode
+    task: Any  # fairseq's, translation or language modelling
+    pieces: Callable[[str], str]  # splits text into pieces, separated by spaces
 
     @property
     def is_translator(self) -> bool:

@@ -29,21 +29,13 @@ _DECODER = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # layers with 
 
 @dataclass(kw_only=True)
 class Tokens(Maps):
-    """An attention layer over tokens.
+    """An attention layer over tokens."""
 
-    Attributes:
-        attention: The layer.
-        query: Its query, in its own layout.
-        key: Its key, likewise.
-        masks: ``key_padding_mask`` and ``attn_mask``, as passed to it.
-        keys: (Hk, Wk).
-    """
-
-    attention: Any
-    query: Tensor
-    key: Tensor
-    masks: dict[str, Tensor | None]
-    keys: tuple[int, int]
+    attention: Any  # the layer
+    query: Tensor  # in the layer's own layout
+    key: Tensor  # likewise
+    masks: dict[str, Tensor | None]  # key_padding_mask and attn_mask, as passed to it
+    keys: tuple[int, int]  # (Hk, Wk)
     _probed: dict[bool, Tensor] = field(default_factory=dict, repr=False)
 
     @torch.no_grad()
@@ -90,7 +82,6 @@ def stock_weights(
     _, weights = attention.forward(
         query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
     )
-    assert weights is not None
     return weights
 
 
@@ -126,7 +117,7 @@ def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict
         (B, M, Q, S).
     """
     S, B, C = key.shape
-    heads: int = attention.num_heads  # type: ignore[assignment]
+    heads = attention.num_heads
     d = C // heads
     plain = {name: own.detach().clone() for name, own in attention.named_parameters() if "_proj" in name}
     plain["in_proj_weight"][2 * C :] = plain["out_proj.weight"] = torch.eye(C).to(key)
