@@ -38,9 +38,9 @@ pictures, as in Carion et al. 2020, Fig. 7.
 --parts shows, for logits with several terms (content and position; ε1 to ε4), the softmax of each term's own logits, as
 in Fig. 3.4 of the thesis, averaged over heads. --rollout and deformable attention have no parts.
 
---follow draws into sampling.png, for a detector of mmdet with our deformable convolutions, the points that they read for
-each query pixel (a ring; by default the centres of the detections with the highest scores) and, in the same block, what
-the key-content term (epsilon 3, "0010") attends to, one map per head.
+--follow draws into sampling.png, for a detector of mmdet with our deformable convolutions, the points that they read
+for each query pixel (a ring; by default the centres of the detections with the highest scores) and, in the same block,
+what the key-content term (epsilon 3, "0010") attends to, one map per head.
 
 --fairseq shows self-attention in the sentence and in its translation, and the alignment of both, of our models or
 fairseq's own.

@@ -321,23 +321,12 @@ def _padded(picture: np.ndarray, model: Any, grid: tuple[int, int]) -> np.ndarra
     return np.pad(picture, ((0, more[0]), (0, more[1]), (0, 0)))
 
 
-@dataclass
-class Inferred:
-    """A run of an OpenMMLab model: its input (3, H, W), its result's facts, its head's output, and its layers."""
+def infer(model: Any, file: Path) -> tuple[Tensor, dict[str, Any], Objects | None, dict[str, Any]]:
+    """Run an OpenMMLab model on a picture by its toolkit's own function, with its config's own test pipeline.
 
-    input: Tensor
-    facts: dict[str, Any]
-    head: dict[str, Any]
-    captured: dict[str, Any]
-
-    def objects(self, model: Any) -> Objects:
-        """Return what all object queries found."""
-        classes = (getattr(model, "dataset_meta", None) or {}).get("classes") or ()
-        return found(self.head, self.input.shape[-2:], self.facts["img_shape"][:2], classes)
-
-
-def infer(model: Any, file: Path) -> Inferred:
-    """Run an OpenMMLab model on a picture by its toolkit's own function, with its config's own test pipeline."""
+    Returns:
+        Its input (3, H, W), its result's facts, what all object queries found, if it has any, and its layers.
+    """
     if model.cfg.get("default_scope") == "mmseg":
         from mmseg.apis import inference_model
     else:
@@ -346,13 +335,14 @@ def infer(model: Any, file: Path) -> Inferred:
     with ExitStack() as stack:
         stack.callback(model.backbone.register_forward_pre_hook(lambda _, given: inputs.append(given[0])).remove)
         captured = stack.enter_context(capture(model))
-        head = stack.enter_context(watch_head(model)) if has_objects(model) else {}
+        head = stack.enter_context(watch_head(model)) if has_objects(model) else None
         stack.enter_context(torch.no_grad())
         try:
-            result = inference_model(model, str(file))
+            facts = inference_model(model, str(file)).metainfo
         except AssertionError as error:  # raised by timm for a wrong size
             raise ViewError(f"the model does not accept the picture: {one_line(error)}") from error
-    return Inferred(inputs[0][0], result.metainfo, head, captured)
+    x, classes = inputs[0][0], (getattr(model, "dataset_meta", None) or {}).get("classes") or ()
+    return x, facts, head and found(head, x.shape[-2:], facts["img_shape"][:2], classes), captured
 
 
 def has_objects(model: Any) -> bool:
@@ -361,39 +351,32 @@ def has_objects(model: Any) -> bool:
 
 
 def view_mm(
-    model: Any,
-    file: Path,
-    patterns: Sequence[str],
-    most_objects: int = 8,
-    least_score: float = 0.3,
-    rollout: bool = False,
+    model: Any, file: Path, patterns: Sequence[str], most_objects: int = 8, least: float = 0.3, rollout: bool = False
 ) -> View:
     """Run an OpenMMLab model on the picture.
 
-    Without patterns the last layer of every stage is shown, and without an object of ``least_score`` the best one.
+    Without patterns the last layer of every stage is shown, and without an object of the ``least`` score the best one.
     """
     named = chosen_layers(_known(model), patterns)
-    run = infer(model, file)
-    captured = {name: layer for name, layer in run.captured.items() if name in named}
+    x, facts, objects, ran = infer(model, file)
+    captured = {name: layer for name, layer in ran.items() if name in named}
     missing = [name for name in named if name not in captured]
     if patterns and missing:
         raise ViewError(f"{missing[0]} cannot be shown: its keys are no map of encoded positions, or it did not run")
     shown = [captured[name] for name in (named if patterns else _last_of_stages(captured))]
     if rollout:
-        shown += rollouts(model, run.captured).values()
-    (h, w), (H, W) = run.facts["img_shape"][:2], run.facts["ori_shape"][:2]
-    view = View(picture_of(model, run.input), (h / H, w / W), (H, W), shown)
-    if has_objects(model):
-        view.objects = run.objects(model).surest(most_objects, least_score)
-    return view
+        shown += rollouts(model, ran).values()
+    (h, w), (H, W) = facts["img_shape"][:2], facts["ori_shape"][:2]
+    objects = objects and objects.surest(most_objects, least)
+    return View(picture_of(model, x), (h / H, w / W), (H, W), shown, objects)
 
 
 def view_objects(model: Any, file: Path) -> tuple[Objects, tuple[int, int]]:
     """Return what all object queries find in a picture, and the size (h, w) in whose pixels their boxes are."""
     if not has_objects(model):
         raise ViewError(f"--slots needs a model with object queries, and {type(model).__name__} has none")
-    run = infer(model, file)
-    return run.objects(model), tuple(run.facts["img_shape"][:2])
+    _, facts, objects, _ = infer(model, file)
+    return objects, facts["img_shape"][:2]
 
 
 def picture_of(model: Any, pixels: Tensor) -> Any:

@@ -5,7 +5,7 @@ clsButton.hidden = element("aboutCls").hidden = !fromCls;
 function lookFrom(cls) {
   fromCls = cls;
   cross.hidden = cls;
-  clsButton.setAttribute("aria-pressed", String(cls));
+  clsButton.ariaPressed = String(cls);
   show();
 }
-clsButton.addEventListener("click", () => lookFrom(clsButton.getAttribute("aria-pressed") !== "true"));
+clsButton.addEventListener("click", () => lookFrom(!fromCls));

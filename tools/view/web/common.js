@@ -17,6 +17,18 @@ function onArrows(target, act) {
     act(step, event);
   });
 }
+// Creates an element with properties and contents.
+function create(tag, properties, ...contents) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...contents);
+  return made;
+}
+// Draws a rectangle of left, top, right and bottom, relative to the canvas's size.
+function outline(canvas, [left, top, right, bottom], colour, width) {
+  const context = canvas.getContext("2d"), { width: W, height: H } = canvas;
+  Object.assign(context, { strokeStyle: colour, lineWidth: width });
+  context.strokeRect(left * W, top * H, (right - left) * W, (bottom - top) * H);
+}
 // Writes bytes of the colour table as pixels, opaque.
 function paintBytes(canvas, values, width, height) {
   const pixels = new ImageData(width, height);
@@ -24,7 +36,6 @@ function paintBytes(canvas, values, width, height) {
     pixels.data.set(colours.subarray(3 * value, 3 * value + 3), 4 * n);
     pixels.data[4 * n + 3] = 255;
   });
-  canvas.width = width;
-  canvas.height = height;
+  Object.assign(canvas, { width, height });
   canvas.getContext("2d").putImageData(pixels, 0, 0);
 }

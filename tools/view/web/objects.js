@@ -4,21 +4,13 @@ const [found, boxes, chosenText, objectSelect, attended] =
 const objects = data.objects, objectPanels = [];
 let chosenObject = 0;
 
-function outline(context, canvas, [left, top, right, bottom], colour, width) {
-  context.strokeStyle = colour;
-  context.lineWidth = width;
-  context.strokeRect(left * canvas.width, top * canvas.height, (right - left) * canvas.width,
-    (bottom - top) * canvas.height);
-}
-
 if (objects) {
   element("objects").hidden = false;
   if (!data.layers.length && !data.points.length) {
     document.querySelector("main").hidden = true;
     document.querySelector("#choose .controls").append(headLabel, opacity.closest("label"));
   }
-  boxes.width = 640;
-  boxes.height = Math.round(640 * data.height / data.width);
+  Object.assign(boxes, { width: 640, height: Math.round(640 * data.height / data.width) });
   objects.list.forEach((object, n) => objectSelect.add(new Option(object.title, n)));
   if (objects.masks) {
     objects.masks.maps = bytes(objects.masks.maps);
@@ -39,19 +31,19 @@ if (objects) {
     const panel = panelIn(heads);
     panel.canvas.width *= 2;
     panel.canvas.height *= 2;
-    panel.canvas.closest("button").setAttribute("aria-pressed", "true");
+    panel.canvas.closest("button").ariaPressed = "true";
     objectPanels.push({ kind: "points", layer, ...panel });
   }
 }
 
 function paintObject({ kind, layer, head, canvas, text }) {
-  const object = objects.list[chosenObject], N = objects.list.length, context = canvas.getContext("2d");
+  const object = objects.list[chosenObject], N = objects.list.length;
   if (kind === "points") {
     const points = pointsOf(layer, layer, chosenObject), [x, y, w, h] = layer.references[chosenObject];
     const painted = paintPoints(canvas, layer, points, () => {
-      outline(context, canvas, object.box, "#06f", 2);
-      if (w !== undefined) outline(context, canvas, [x - w / 2, y - h / 2, x + w / 2, y + h / 2], "#000", 1);
-      mark(context, canvas, [y, x]);
+      outline(canvas, object.box, "#06f", 2);
+      if (w !== undefined) outline(canvas, [x - w / 2, y - h / 2, x + w / 2, y + h / 2], "#000", 1);
+      mark(canvas, [y, x]);
     });
     text.textContent = `${painted} points, greatest weight ${percent(layer.peaks[chosenObject])} %; the cross is ` +
       `the query's reference point${w === undefined ? "" : ", the black frame its reference box"}`;
@@ -61,8 +53,8 @@ function paintObject({ kind, layer, head, canvas, text }) {
   const maps = kind === "mask" ? objects.masks.maps : layer.maps;
   const values = maps.subarray((at + chosenObject) * H * W, (at + chosenObject + 1) * H * W);
   heat(canvas, values, [H, W], kind === "mask" ? [1, 1] : data.share);
-  outline(context, canvas, object.box, "#fff", 3);
-  outline(context, canvas, object.box, "#06f", 1.5);
+  outline(canvas, object.box, "#fff", 3);
+  outline(canvas, object.box, "#06f", 1.5);
   text.textContent = kind === "mask" ? `${object.title}: bright where the pixel is part of it`
     : `${head ? `head ${head}` : "mean of all heads"}: max ${percent(layer.peaks[at + chosenObject])} % ` +
       `(uniform ${percent(layer.uniform[chosenObject])} %)`;
@@ -70,11 +62,10 @@ function paintObject({ kind, layer, head, canvas, text }) {
 
 function showObject() {
   if (!objects) return;
-  const context = boxes.getContext("2d");
-  context.drawImage(image, 0, 0, boxes.width, boxes.height);
-  objects.list.forEach((object, n) => outline(context, boxes, object.box, "#fff8", n === chosenObject ? 0.1 : 2));
-  outline(context, boxes, objects.list[chosenObject].box, "#fff", 6);
-  outline(context, boxes, objects.list[chosenObject].box, "#06f", 3);
+  boxes.getContext("2d").drawImage(image, 0, 0, boxes.width, boxes.height);
+  objects.list.forEach((object, n) => outline(boxes, object.box, "#fff8", n === chosenObject ? 0.1 : 2));
+  outline(boxes, objects.list[chosenObject].box, "#fff", 6);
+  outline(boxes, objects.list[chosenObject].box, "#06f", 3);
   objectSelect.value = chosenObject;
   chosenText.textContent = `Object ${chosenObject + 1} of ${objects.list.length}: ${objects.list[chosenObject].title}`;
   objectPanels.forEach(paintObject);

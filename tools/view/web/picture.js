@@ -28,30 +28,18 @@ function mapOf(layer, head) {
 
 // A button with a canvas of the picture's shape and a line of text; it enlarges itself.
 function panelIn(heads) {
-  const button = document.createElement("button"), canvas = document.createElement("canvas");
-  const text = document.createElement("span");
-  button.type = "button";
-  button.className = "head";
-  button.setAttribute("aria-pressed", "false");
-  canvas.width = 320;
-  canvas.height = Math.round(320 * data.height / data.width);
-  canvas.setAttribute("aria-hidden", "true");
-  button.append(canvas, text);
-  button.addEventListener("click", () =>
-    button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true")));
+  const size = { width: 320, height: Math.round(320 * data.height / data.width) };
+  const canvas = create("canvas", { ...size, ariaHidden: "true" }), text = create("span");
+  const button = create("button", { type: "button", className: "head", ariaPressed: "false" }, canvas, text);
+  button.addEventListener("click", () => { button.ariaPressed = String(button.ariaPressed !== "true"); });
   heads.append(button);
   return { canvas, text };
 }
 
 // Adds a section with a title and a note; returns the element for its panels.
 function sectionIn(parent, name, words) {
-  const section = document.createElement("section"), title = document.createElement("h2");
-  const note = document.createElement("small"), heads = document.createElement("div");
-  title.textContent = name + " ";
-  note.textContent = words;
-  title.append(note);
-  heads.className = "heads";
-  section.append(title, heads);
+  const note = create("small", {}, words), heads = create("div", { className: "heads" });
+  const section = create("section", {}, create("h2", {}, name + " ", note), heads);
   parent.append(section);
   return { section, note, heads };
 }
@@ -66,7 +54,7 @@ data.layers.forEach((layer, l) => {
   for (let head = 0; head < layer.heads; head++) panels.push({ layer, l, head, section, ...panelIn(heads) });
 });
 
-const small = document.createElement("canvas");
+const small = create("canvas");
 // Draws the bytes of a map over the picture; returns the place of the greatest. `part` is the share without padding.
 function heat(canvas, values, [Hk, Wk], part) {
   paintBytes(small, values, Wk, Hk);
@@ -82,11 +70,9 @@ function heat(canvas, values, [Hk, Wk], part) {
 
 function paint({ layer, head, canvas, text }) {
   const { values, peak, uniform, elsewhere } = mapOf(layer, head), Wk = layer.keys[1];
-  const best = heat(canvas, values, layer.keys, data.share), context = canvas.getContext("2d");
-  context.strokeStyle = "#f00";
-  context.lineWidth = 3;
+  const best = heat(canvas, values, layer.keys, data.share);
   const [y, x] = cellOf(layer), [h, w] = layer.queries.map((n, axis) => 1 / (n * data.share[axis]));
-  if (!fromCls) context.strokeRect(x * w * canvas.width, y * h * canvas.height, w * canvas.width, h * canvas.height);
+  if (!fromCls) outline(canvas, [x * w, y * h, (x + 1) * w, (y + 1) * h], "#f00", 3);
   const at = wordsOf([Math.floor(best / Wk), best % Wk], layer.keys, (y, x) => `row ${y + 1}, column ${x + 1}`);
   text.textContent = `${layer.names[head]}: max ${percent(peak)} % at ${at} (uniform ${percent(uniform)} %)` +
     (elsewhere == null ? "" : `; ${percent(elsewhere)} % on ${layer.without}`);
@@ -94,9 +80,8 @@ function paint({ layer, head, canvas, text }) {
 
 function show() {
   const size = finest.map((n, axis) => 1 / (n * data.share[axis])), cell = cellOf({ queries: finest });
-  [["top", 0], ["left", 1]].forEach(([side, axis]) => { cross.style[side] = 100 * cell[axis] * size[axis] + "%"; });
-  cross.style.height = 100 * size[0] + "%";
-  cross.style.width = 100 * size[1] + "%";
+  const [top, left, height, width] = [cell[0] * size[0], cell[1] * size[1], ...size].map(share => 100 * share + "%");
+  Object.assign(cross.style, { top, left, height, width });
   const [y, x] = [data.height, data.width].map((n, axis) => Math.floor(query[axis] * n * data.pixel[axis]));
   const [rows, columns] = data.file.map((n, axis) => n / (data.frames ? data.frames[axis] : 1));
   where.textContent = fromCls ? "Query: the cls token"

@@ -21,23 +21,20 @@ function pointsOf(layer, held, q) {
 // Draws the points over the picture, the least weight first; returns their number for the chosen head.
 function paintPoints(canvas, layer, points, under) {
   const context = canvas.getContext("2d"), chosen = headSelect.value;
-  context.globalAlpha = 1;
-  context.fillStyle = "#fff";
+  Object.assign(context, { globalAlpha: 1, fillStyle: "#fff" });
   context.fillRect(0, 0, canvas.width, canvas.height);
   context.globalAlpha = 0.8;
   context.drawImage(image, 0, 0, canvas.width, canvas.height);
   context.globalAlpha = 1;
-  under(context);
+  under();
   let painted = 0;
   for (const { head, level, place: [x, y], weight } of points) {
     if (chosen !== "all" && Number(chosen) !== head) continue;
     painted++;
     context.beginPath();
     context.arc(x * canvas.width, y * canvas.height, (1.2 + 8 * Math.sqrt(weight)) * canvas.width / 480, 0, 2 * Math.PI);
-    context.fillStyle = layer.colours[level];
+    Object.assign(context, { fillStyle: layer.colours[level], lineWidth: 0.6, strokeStyle: "#000" });
     context.fill();
-    context.lineWidth = 0.6;
-    context.strokeStyle = "#000";
     context.stroke();
   }
   return painted;
@@ -46,24 +43,15 @@ function paintPoints(canvas, layer, points, under) {
 // Colours of the levels, after a section's title.
 function legend(note, layer) {
   layer.shapes.forEach(([H, W], level) => {
-    const words = document.createElement("span"), dot = document.createElement("span");
-    words.style.whiteSpace = "nowrap";
-    dot.className = "key";
-    dot.style.background = layer.colours[level];
-    words.append(dot, `${H}×${W}`);
-    note.append(words, " ");
+    const dot = create("span", { className: "key", style: `background: ${layer.colours[level]}` });
+    note.append(create("span", { style: "white-space: nowrap" }, dot, `${H}×${W}`), " ");
   });
 }
 
-function mark(context, canvas, [y, x]) {
-  context.strokeStyle = "#000";
-  context.lineWidth = 2;
-  context.beginPath();
-  context.moveTo(x * canvas.width - 6, y * canvas.height);
-  context.lineTo(x * canvas.width + 6, y * canvas.height);
-  context.moveTo(x * canvas.width, y * canvas.height - 6);
-  context.lineTo(x * canvas.width, y * canvas.height + 6);
-  context.stroke();
+function mark(canvas, [y, x]) {
+  const context = canvas.getContext("2d"), left = x * canvas.width, top = y * canvas.height;
+  Object.assign(context, { strokeStyle: "#000", lineWidth: 2 });
+  context.stroke(new Path2D(`M ${left - 6} ${top} h 12 M ${left} ${top - 6} v 12`));
 }
 
 const pointPanels = [];
@@ -91,7 +79,7 @@ function showPoints() {
     const [y, x] = cellOf(level), q = y * level.queries[1] + x, shape = layer.shapes[n];
     const place = [level.rows[y], level.columns[x]].map((k, axis) => (k + 0.5) / (shape[axis] * data.share[axis]));
     const points = pointsOf(layer, level, q);
-    const painted = paintPoints(canvas, layer, points, context => mark(context, canvas, place));
+    const painted = paintPoints(canvas, layer, points, () => mark(canvas, place));
     text.textContent = `query (${level.rows[y]}, ${level.columns[x]}) of ${shape.join("×")}: ${painted} points, ` +
       `greatest weight ${percent(level.peaks[q])} %`;
   }

@@ -36,19 +36,15 @@ function showMatrix(kind, weights) {
   const widest = words => Math.ceil(Math.max(...words.map(word => context.measureText(word).width))) + 6;
   const left = widest(kind.queries), top = widest(kind.keys);
   const width = left + S * cell + 2, height = top + T * cell + 2, ratio = window.devicePixelRatio || 1;
-  matrix.width = Math.round(width * ratio);
-  matrix.height = Math.round(height * ratio);
-  matrix.style.width = `${width}px`;
-  matrix.style.height = `${height}px`;
+  Object.assign(matrix, { width: Math.round(width * ratio), height: Math.round(height * ratio) });
+  Object.assign(matrix.style, { width: `${width}px`, height: `${height}px` });
   context.scale(ratio, ratio);
-  const heat = document.createElement("canvas");
+  const heat = create("canvas");
   small(heat, weights, T, S);
   context.imageSmoothingEnabled = false;
   context.drawImage(heat, left, top, S * cell, T * cell);
-  context.font = font;
-  context.fillStyle = getComputedStyle(document.body).color;
-  context.textBaseline = "middle";
-  context.textAlign = "right";
+  const fillStyle = getComputedStyle(document.body).color;
+  Object.assign(context, { font, fillStyle, textBaseline: "middle", textAlign: "right" });
   kind.queries.forEach((word, n) => context.fillText(word, left - 4, top + (n + 0.5) * cell));
   kind.keys.forEach((word, n) => {
     context.save();
@@ -58,8 +54,7 @@ function showMatrix(kind, weights) {
     context.fillText(word, 0, 0);
     context.restore();
   });
-  context.strokeStyle = "#d00";
-  context.lineWidth = 2;
+  Object.assign(context, { strokeStyle: "#d00", lineWidth: 2 });
   context.strokeRect(left, top + now.query * cell, S * cell, cell);
   matrix.onclick = event => {
     const box = matrix.getBoundingClientRect(), y = (event.clientY - box.top) * height / box.height;
@@ -77,32 +72,23 @@ function show() {
   options(partSelect, layer.parts.map(one => one.name), now.part);
   element("partLabel").hidden = layer.parts.length < 2;
   queriesPlace.replaceChildren(...kind.queries.map((word, n) => {
-    const button = document.createElement("button");
-    button.type = "button";
-    button.textContent = word;
-    button.setAttribute("aria-pressed", String(n === now.query));
-    button.tabIndex = n === now.query ? 0 : -1;
+    const chosen = n === now.query;
+    const button = create("button", { type: "button", ariaPressed: String(chosen), tabIndex: chosen ? 0 : -1 }, word);
     button.addEventListener("click", () => choose({ query: n }, true));
     return button;
   }));
   const row = weights.subarray(now.query * S, (now.query + 1) * S), peak = Math.max(...row, 1e-30);
   keysPlace.replaceChildren(...kind.keys.map((word, n) => {
-    const place = document.createElement("span"), share = document.createElement("small");
-    const at = 3 * byteOf(row[n] / peak);
-    place.textContent = word;
-    place.style.background = `rgb(${colours.slice(at, at + 3).join(" ")})`;
-    place.style.color = row[n] / peak < 0.6 ? "#fff" : "#000";
-    share.textContent = `${percent(row[n])} %`;
-    place.append(share);
-    return place;
+    const at = 3 * byteOf(row[n] / peak), ink = row[n] / peak < 0.6 ? "#fff" : "#000";
+    const style = `background: rgb(${colours.slice(at, at + 3).join(" ")}); color: ${ink}`;
+    return create("span", { style }, word, create("small", {}, `${percent(row[n])} %`));
   }));
   element("where").textContent =
     `${layer.name}, ${layer.heads[now.head]}${layer.parts.length > 1 ? `, ${part.name}` : ""}: ` +
     `greatest weight ${percent(Math.max(...weights))} %, uniform ${percent(1 / S)} % of ${S}`;
   showMatrix(kind, weights);
   for (const button of all.children) {
-    button.setAttribute("aria-pressed", String(Number(button.dataset.layer) === now.layer &&
-      Number(button.dataset.head) === now.head));
+    button.ariaPressed = String(Number(button.dataset.layer) === now.layer && Number(button.dataset.head) === now.head);
   }
 }
 
@@ -110,15 +96,11 @@ function show() {
 function showAll() {
   const kind = data.kinds[now.kind], name = kind.layers[now.layer].parts[now.part].name;
   all.replaceChildren(...kind.layers.flatMap((layer, l) => layer.heads.map((head, h) => {
-    const button = document.createElement("button"), canvas = document.createElement("canvas");
+    const canvas = create("canvas", { ariaHidden: "true" });
+    const button = create("button", { type: "button", title: layer.name }, canvas, `${l + 1}: ${head}`);
     const part = layer.parts.find(one => one.name === name) || layer.parts[0];
     small(canvas, weightsOf(kind, part, h), kind.queries.length, kind.keys.length);
-    canvas.setAttribute("aria-hidden", "true");
-    button.type = "button";
-    button.dataset.layer = l;
-    button.dataset.head = h;
-    button.append(canvas, `${l + 1}: ${head}`);
-    button.title = layer.name;
+    Object.assign(button.dataset, { layer: l, head: h });
     button.addEventListener("click", () => choose({ layer: l, head: h }));
     return button;
   })));
