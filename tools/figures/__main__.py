@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         rows = PAPERS[name].rows()
         text += f"# {PAPERS[name].TITLE}\n\n{PAPERS[name].CONVENTION}\n\n{markdown(rows)}\n"
-        unexplained += [row.name for row in rows if not row.agrees and not row.remark]
+        unexplained += [row.name for row in rows if not row.agrees and not (row.remark or row.reason)]
     print(text)
     if options.markdown is not None:
         write_text(options.markdown, text)

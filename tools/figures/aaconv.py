@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -45,16 +43,14 @@ SQUEEZE = dict(nu=0, attn_layer="se", attn_args=dict(rd_divisor=1))
 GATHER = dict(nu=0, attn_layer="ge", attn_args=dict(use_mlp=False))
 CBAM = dict(block_args=dict(attn_layer="cbam"))
 
+PLACED = "the least key depth of 20 a head and the text's placement give this"
 UNKNOWN = "the paper's own count is unknown; its AA-ResNet-34 agrees"
 # Table, model, options, printed parameters (M), printed GFLOPs ('': not printed), remarks on both.
 MODELS = (
     ("1", "aa_wide_resnet28_10", dict(nu=0), "36.3", "10.4", "", ""),
     ("1", "aa_wide_resnet28_10", GATHER, "36.3", "10.4", "", ""),
     ("1", "aa_wide_resnet28_10", SQUEEZE, "36.5", "10.4", "timm's SE has biases, which are 0.005 M", ""),
-    (
-        "1", "aa_wide_resnet28_10", {}, "36.2", "10.9",
-        "the least key depth of 20 a head and the text's placement give this", "likewise",
-    ),
+    ("1", "aa_wide_resnet28_10", {}, "36.2", "10.9", PLACED, "likewise"),
     ("2", "resnet50", CBAM, "28.1", "", "", ""),
     ("3", "resnet34", {}, "21.8", "7.4", "", UNKNOWN),
     ("3", "seresnet34", {}, "22.0", "7.4", "", UNKNOWN),
@@ -97,68 +93,55 @@ def rows() -> list[Row]:
     """Return all figures."""
     found = []
     for table, name, options, millions, giga, remark, remark_on_operations in MODELS:
-        net = model(name, **options)
-        size = 32 if "wide" in name else 224
-        label = f"Table {table}: {name}" + _options(options)
+        net, size = model(name, **options), 32 if "wide" in name else 224
+        flat = {**options, **options.get("block_args", {})}
+        shown = "".join(f" {key}={value}" for key, value in flat.items() if not isinstance(value, dict))
+        label = f"Table {table}: {name}{shown}"
         found.append(Row(label, "M parameters", millions, parameters(net) / 1e6, remark))
         if giga:
             found.append(Row(label, "GFLOPs", giga, operations(net, size) / 1e9, remark_on_operations))
     return found + attention_rows() + detection_rows()
 
 
-def _options(options: Mapping[str, Any]) -> str:
-    flat = {**options, **options.get("block_args", {})}
-    return "".join(f" {name}={value}" for name, value in flat.items() if not isinstance(value, dict))
-
-
 def attention_rows() -> list[Row]:
     """Return Table 9, attention in AA-ResNet-50: memory of maps, parameters and operations per layer and in total."""
-    net = model("aa_resnet50")
+    net, found, totals = model("aa_resnet50"), [], [0.0, 0.0, 0.0]
     calls = convention.calls(net, 1, 3, 224, 224)
-    found, total, maps, all_operations = [], 0, 0.0, 0
     for stage, kilobytes, side, thousands, mega in LAYERS:
         layers = {n: m for n, m in getattr(net, stage).named_modules() if isinstance(m, AAConv2d)}
-        name, layer = next(reversed(layers.items()))
+        layer = [*layers.values()][-1]
         # The stride of a first layer does not change its parameters, so all layers of a stage have equally many.
         own = parameters(layer) - parameters(layer.conv)
-        count = [attention_operations(calls, f"AAResNet.{stage}.{other}") for other in layers]
-        memory = layer.num_heads * side**4 * 2 / 1024
-        _, without_sums = count[-1]
-        label = f"Table 9: {stage}"
-        remark = WITHOUT_SUMS.format(without_sums / 1e6)
-        mflops = Row(f"{label}, a layer's attention", "MFLOPs", mega, count[-1][0] / 1e6)
+        memory = layer.num_heads * side**4 * 2
+        counts = [attention_operations(calls, f"AAResNet.{stage}.{name}") for name in layers]
+        counted, without_sums = (count / 1e6 for count in counts[-1])
+        label, attention = f"Table 9: {stage}", f"Table 9: {stage}, a layer's attention"
+        two_digits = "printed with two digits" if own > 1e5 else ""
         found += [
-            Row(f"{label}, attention map in bfloat16", "KB", kilobytes, memory),
-            Row(
-                f"{label}, a layer's attention",
-                "K parameters",
-                thousands,
-                own / 1e3,
-                "printed with two digits" if own > 1e5 else "",
-            ),
-            mflops if mflops.agrees else replace(mflops, remark=remark),
+            Row(f"{label}, attention map in bfloat16", "KB", kilobytes, memory / 1024),
+            Row(attention, "K parameters", thousands, own / 1e3, two_digits),
+            Row(attention, "MFLOPs", mega, counted, reason=WITHOUT_SUMS.format(without_sums)),
         ]
-        total, maps = total + len(layers) * own, maps + len(layers) * memory
-        all_operations += sum(counted for counted, _ in count)
-    found.append(Row("Table 9: all attention maps, for training", "MB", "6", maps / 1024))
-    found.append(Row("Table 9: all attention parameters", "M parameters", "1.3", total / 1e6))
+        sums = len(layers) * memory, len(layers) * own, sum(count for count, _ in counts)
+        totals = [total + more for total, more in zip(totals, sums)]
     remark = "printed with two digits; without AV, as its layers"
-    return [*found, Row("Table 9: all attention", "MFLOPs", "390", all_operations / 1e6, remark)]
+    return [
+        *found,
+        Row("Table 9: all attention maps, for training", "MB", "6", totals[0] / 2**20),
+        Row("Table 9: all attention parameters", "M parameters", "1.3", totals[1] / 1e6),
+        Row("Table 9: all attention", "MFLOPs", "390", totals[2] / 1e6, remark),
+    ]
 
 
 def attention_operations(calls: Sequence[convention.Call], layer: str) -> tuple[int, int]:
     """Count a layer's attention by the paper's convention, with and without the weighted sums AV."""
     own = [c for c in calls if (c.module == layer or c.module.startswith(f"{layer}.")) and c.module != f"{layer}.conv"]
+    sums = 0
+    for call in own:
+        if call.operator == "attn_plugins.global_attention":
+            sums += math.prod(call.shapes[0][:-1]) * math.prod(call.shapes[2][2:])
     counted = convention.bello_2019(own)
-    return counted, counted - sum(_weighted_sums(call) for call in own)
-
-
-def _weighted_sums(call: convention.Call) -> int:
-    if call.operator != "attn_plugins.global_attention":
-        return 0
-    batch, heads, *positions, _ = call.shapes[0]
-    *keys, width = call.shapes[2][2:]
-    return batch * heads * math.prod(positions) * math.prod(keys) * width
+    return counted, counted - sums
 
 
 def detection_rows() -> list[Row]:

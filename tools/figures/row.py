@@ -14,8 +14,9 @@ class Row:
     unit: str
     printed: str  # the paper's figure; its digits after the point are its precision
     ours: float
-    remark: str = ""  # reason for a difference
+    remark: str = ""
     executed: float | None = None  # executed operations, if the paper's convention charges something else
+    reason: str = ""  # a remark for figures that differ
 
     @property
     def agrees(self) -> bool:
@@ -30,18 +31,15 @@ def markdown(rows: Sequence[Row]) -> str:
     lines = ["| | unit | paper | ours | |" + " executed |" * with_executed + " remark |"]
     lines.append("|---|---|---:|---:|---|" + "---:|" * with_executed + "---|")
     for row in rows:
-        verdict = "=" if row.agrees else f"{row.ours / float(row.printed) - 1:+.{_digits(row)}%}"
+        change = row.ours / float(row.printed) - 1
+        verdict = "=" if row.agrees else f"{change:+.1%}" if abs(change) >= 5e-4 else f"{change:+.3%}"
+        remark = row.remark or ("" if row.agrees else row.reason)
         executed = f" {'' if row.executed is None else _figure(row.executed)} |" * with_executed
         lines.append(
-            f"| {row.name} | {row.unit} | {row.printed} | {_figure(row.ours)} | {verdict} |{executed} {row.remark} |"
+            f"| {row.name} | {row.unit} | {row.printed} | {_figure(row.ours)} | {verdict} |{executed} {remark} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def _figure(number: float) -> str:
     return f"{number:,.0f}" if number == int(number) else f"{number:.6g}"
-
-
-def _digits(row: Row) -> int:
-    """Return the number of digits that show the difference."""
-    return 1 if abs(row.ours / float(row.printed) - 1) >= 5e-4 else 3

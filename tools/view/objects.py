@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torchvision.ops import box_convert, clip_boxes_to_image
 
 from tools.clips import pictures_in
 
@@ -101,9 +102,8 @@ def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], c
 
 def _corners(boxes: Tensor, inside: Sequence[int]) -> Tensor:
     """Convert boxes (N, 4), (x, y, w, h) relative to the picture, to corners in its pixels."""
-    size = torch.tensor([inside[1], inside[0]], dtype=boxes.dtype)
-    corners = torch.cat((boxes[:, :2] - boxes[:, 2:] / 2, boxes[:, :2] + boxes[:, 2:] / 2), 1) * size.repeat(2)
-    return torch.minimum(corners.clamp(min=0), size.repeat(2))
+    size = boxes.new_tensor([inside[1], inside[0]]).repeat(2)
+    return clip_boxes_to_image(box_convert(boxes, "cxcywh", "xyxy") * size, (inside[0], inside[1]))
 
 
 def fine_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
@@ -141,18 +141,13 @@ def pictures(paths: Sequence[Path]) -> list[Path]:
 
 
 def collect(look: Callable[[Path], tuple[Objects, tuple[int, int]]], files: Sequence[Path]) -> Slots:
-    """Gather every query's box in every picture.
-
-    Args:
-        look: Maps a file to the results of all queries, and the size (h, w) in whose pixels their boxes are.
-        files: Pictures.
-    """
+    """Gather every query's box in every picture; ``look`` is as :func:`.view_objects` of a model."""
     boxes, scores = [], []
     for file in files:
         objects, (h, w) = look(file)
         order = objects.queries.argsort()
-        left, top, right, bottom = (objects.boxes[order] / objects.boxes.new_tensor([w, h, w, h])).numpy().T
-        boxes.append(np.stack(((left + right) / 2, (top + bottom) / 2, right - left, bottom - top), -1))
+        corners = objects.boxes[order] / objects.boxes.new_tensor([w, h, w, h])
+        boxes.append(box_convert(corners, "xyxy", "cxcywh").numpy())
         scores.append(objects.scores[order].numpy())
     return Slots(np.stack(boxes), np.stack(scores))
 
