@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -83,18 +83,7 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
     Raises:
         BadPicture: the clip cannot be read.
     """
-    path, choose = Path(path), SAMPLINGS[sampling]
-    if path.is_dir():
-        files = pictures_in(path)
-        if not files:
-            raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
-        wanted = choose(len(files), count)
-        frames = {n: open_picture(files[n]) for n in sorted(set(wanted))}
-        sizes = {frame.size for frame in frames.values()}
-        if len(sizes) > 1:
-            raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
-        return [frames[n] for n in wanted]
-    return _decode(path, lambda total: choose(total, count))
+    return _read(Path(path), lambda total: SAMPLINGS[sampling](total, count))
 
 
 def read_whole(path: str | Path) -> list[Image.Image]:
@@ -103,10 +92,21 @@ def read_whole(path: str | Path) -> list[Image.Image]:
     Raises:
         BadPicture: the clip cannot be read.
     """
-    path = Path(path)
-    return (
-        open_clip(path, len(pictures_in(path)) or 1) if path.is_dir() else _decode(path, lambda total: [*range(total)])
-    )
+    return _read(Path(path), lambda total: [*range(total)])
+
+
+def _read(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
+    if not path.is_dir():
+        return _decode(path, choose)
+    files = pictures_in(path)
+    if not files:
+        raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
+    wanted = choose(len(files))
+    frames = {n: open_picture(files[n]) for n in sorted(set(wanted))}
+    sizes = {frame.size for frame in frames.values()}
+    if len(sizes) > 1:
+        raise BadPicture(f"{path} cannot be read as a clip: its pictures differ in size, {sorted(sizes)}")
+    return [frames[n] for n in wanted]
 
 
 def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
@@ -120,24 +120,17 @@ def _decode(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]
         total = int(video.get(cv2.CAP_PROP_FRAME_COUNT)) if video.isOpened() else 0
         if total <= 0:
             raise BadPicture(f"{path} cannot be read as a clip: it is no video that OpenCV decodes, or has no frame")
-        wanted = choose(total)
-        frames = _frames(video, set(wanted))
+        wanted, frames = choose(total), dict[int, Image.Image]()
+        for number in range(max(wanted) + 1):
+            if not video.grab():
+                break
+            if number in wanted:
+                decoded, pixels = video.retrieve()
+                if not decoded:
+                    break
+                frames[number] = Image.fromarray(pixels[..., ::-1].copy())  # from BGR
         if len(frames) < len(set(wanted)):
             raise BadPicture(f"{path} cannot be read as a clip: it has {total} frames, and not all can be decoded")
         return [frames[n] for n in wanted]
     finally:
         video.release()
-
-
-def _frames(video: object, wanted: Collection[int]) -> dict[int, Image.Image]:
-    """Return those of the ``wanted`` frames that an opened video has."""
-    found: dict[int, Image.Image] = {}
-    for number in range(max(wanted) + 1):
-        if not video.grab():  # type: ignore[attr-defined]
-            break
-        if number in wanted:
-            decoded, pixels = video.retrieve()  # type: ignore[attr-defined]
-            if not decoded:
-                break
-            found[number] = Image.fromarray(pixels[..., ::-1].copy())  # from BGR
-    return found

@@ -22,6 +22,7 @@ import sys
 import time
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 from tools import need
 from tools.datasets.digits_on_photographs import Recipe, build
@@ -62,16 +63,8 @@ def train(config: Path, work_dir: Path) -> Path:
     # Threads that spin at a barrier slow a busy machine down tenfold: let them sleep.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     began, recent = time.monotonic(), deque[str](maxlen=40)
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    ) as process:
-        assert process.stdout is not None
+    output: Any = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **output) as process:
         try:
             for line in process.stdout:
                 recent.append(line)
@@ -99,11 +92,10 @@ def history(work_dir: Path) -> tuple[list[float], list[float]]:
     return [losses[n] for n in sorted(losses)], [accuracies[n] for n in sorted(accuracies)]
 
 
-def draw_detections(config: Path, checkpoint: Path, out: Path, count: int = 6) -> str:
+def draw_detections(model: Any, out: Path, count: int = 6) -> str:
     """Save ``count`` validation images with the detections on them; return the caption of the picture."""
-    from mmdet.apis import inference_detector, init_detector
+    from mmdet.apis import inference_detector
 
-    model = init_detector(str(config), str(checkpoint), device="cpu")
     names = model.dataset_meta["classes"]
 
     def detect(file: Path) -> list[Found]:
@@ -124,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work-dir", type=Path, help="default: work_dirs/demo or work_dirs/demo-plain")
     options = parser.parse_args(arguments)
     need("mmdet", "mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib")
-    name, folder = ("atss_narrow-r50_fpn_digits", "demo-plain")
-    if not options.no_attention:
-        name, folder = ("atss_narrow-r50-attn0010-dcn_fpn_digits", "demo")
+    name, folder = "atss_narrow-r50-attn0010-dcn_fpn_digits", "demo"
+    if options.no_attention:
+        name, folder = "atss_narrow-r50_fpn_digits", "demo-plain"
     config, work_dir = CONFIGS / f"{name}.py", (options.work_dir or ROOT / "work_dirs" / folder).resolve()
 
     recipe = Recipe()
@@ -140,11 +132,10 @@ def main(arguments: list[str] | None = None) -> int:
     accuracy = f"{accuracies[-1]:.3f}" if accuracies else "unknown: it detected nothing"
     print(f"  loss {losses[0]:.2f} -> {losses[-1]:.2f}, validation mAP {accuracy}")
     print("3/3 pictures", flush=True)
-    picture = work_dir / "detections.png"
-    print(f"  {picture}\n    {draw_detections(config, checkpoint, picture)}", flush=True)
+    model, picture = load_mm(str(config), checkpoint), work_dir / "detections.png"
+    print(f"  {picture}\n    {draw_detections(model, picture)}", flush=True)
     if not options.no_attention:
         picture = work_dir / "sampling.png"
-        model = load_mm(str(config), checkpoint)
         line = follow_picture(model, DATA / "val/000001.png", picture, patterns=["*layer3.5.conv2"])
         print(f"  {picture}\n    {line}")
     return 0

@@ -24,7 +24,8 @@ import attn_plugins.timm  # noqa: F401 - registers the models
 from attn_plugins.modules.tokens.space_time_attention import STEPS
 from tools.bench import report, results
 from tools.bench.cases import space_time as cases
-from tools.files import write, write_text
+from tools.files import write_text
+from tools.plots import figure
 
 from .row import Row, markdown
 
@@ -142,10 +143,6 @@ def plot(
 
     With measured ``data``, a row of panels for each kind of step follows; its bands are the quartiles.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     def counted(axes: Any, ticks: Sequence[int], clips: Sequence[tuple[int, int]]) -> None:
         for pattern in patterns:
@@ -153,19 +150,13 @@ def plot(
             axes.plot(ticks, costs, marker="o", markersize=3, color=COLOURS[pattern], label=pattern)
 
     kinds = [] if data is None else [kind for kind in cases.KINDS if any(row["kind"] == kind for row in data["rows"])]
-    with pyplot.rc_context({"svg.hashsalt": "space-time", "svg.fonttype": "none", "font.family": "sans-serif"}):
-        rows = 1 + len(kinds)
-        figure, axes = pyplot.subplots(rows, 2, figsize=(9, 3.6 * rows), layout="constrained", squeeze=False)
+    rows, style = 1 + len(kinds), {"svg.hashsalt": "space-time", "font.family": "sans-serif"}
+    with figure(path, rows, 2, style, dict(dpi=150), figsize=(9, 3.6 * rows)) as (_, axes):
         _draw(axes[0], frames, sizes, "TFLOPs a clip", "", counted)
         for kind, pair in zip(kinds, axes[1:]):
-            assert data is not None
             model = f"{data['model'].removesuffix('_patch16_224')}, {data['depth']} blocks: "
             _draw(pair, data["frames"], data["sizes"], f"seconds, {kind}", model, partial(_timed, data, kind))
         axes[0, 0].legend(frameon=False, fontsize="small")
-        suffix = path.suffix.removeprefix(".")
-        metadata = {"Date": None} if suffix == "svg" else {}
-        write(path, lambda beside: figure.savefig(beside, format=suffix, dpi=150, metadata=metadata))
-        pyplot.close(figure)
 
 
 def _timed(

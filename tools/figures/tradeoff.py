@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.files import write
+from tools.plots import figure
 
 from . import convention, empirical, networks, translation
 
@@ -119,29 +119,17 @@ def envelope(points: Sequence[Point]) -> list[Point]:
 
 def plot(path: Path, runs: Path = RUNS) -> dict[str, list[Point]]:
     """Draw all panels; return their points."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     panels = {title: printed(task) for task, title in TASKS.items()} | measured(runs)
     rows = -(-len(panels) // 3)
-    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "none"}
-    with pyplot.rc_context({**style, "svg.hashsalt": "tradeoff"}):
-        figure, axes = pyplot.subplots(rows, 3, figsize=(11, 3.5 * rows), layout="constrained", squeeze=False)
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tradeoff"}
+    with figure(path, rows, 3, style, dict(dpi=110), figsize=(11, 3.5 * rows)) as (whole, axes):
         for axis, (title, points) in zip(axes.flat, panels.items()):
             _panel(axis, title, points)
         for axis in axes.flat[len(panels) :]:
             axis.axis("off")
-        handles = [
-            matplotlib.lines.Line2D([], [], color=colour, marker="o", linestyle="", label=group)
-            for group, colour in GROUPS.items()
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-        suffix = path.suffix.removeprefix(".")
-        metadata = {"Date": None} if suffix == "svg" else {}
-        write(path, lambda beside: figure.savefig(beside, format=suffix, dpi=110, metadata=metadata))
-        pyplot.close(figure)
+        for group, colour in GROUPS.items():
+            axes[0, 0].plot([], [], color=colour, marker="o", linestyle="", label=group)
+        whole.legend(loc="outside lower center", ncols=len(GROUPS), frameon=False)
     return panels
 
 

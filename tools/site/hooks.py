@@ -36,20 +36,18 @@ def on_pre_build(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    for name, text in reference.pages().items():
-        files.append(File.generated(config, f"reference/{name}.md", content=text))
-    files.append(File.generated(config, "reference/commands.md", content=commands.page()))
-    for page in sorted((ROOT / "benchmarks").glob("*.md")):
-        files.append(File.generated(config, f"benchmarks/{page.name}", content=_of_benchmarks(page)))
+    pages = {f"reference/{name}.md": text for name, text in reference.pages().items()}
+    pages["reference/commands.md"] = commands.page()
+    for page in sorted((ROOT / "benchmarks").glob("*.md")):  # its pictures are in docs/
+        pages[f"benchmarks/{page.name}"] = _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
     for data in sorted((ROOT / "benchmarks").glob("*.json")):
-        files.append(File.generated(config, f"benchmarks/{data.name}", content=data.read_text()))
-    files.append(File.generated(config, "changelog.md", content=_outside((ROOT / "CHANGELOG.md").read_text(), "")))
-    files.append(
-        File.generated(config, "contributing.md", content=_outside((ROOT / "CONTRIBUTING.md").read_text(), ""))
-    )
+        pages[f"benchmarks/{data.name}"] = data.read_text()
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+        pages[PAGES[name]] = _outside((ROOT / name).read_text(), "")
     kept = json.loads((ROOT / "docs/attention.json").read_text())  # from one call of tools.view
-    page_file = File.generated(config, "attention/index.html", content=page_of(**kept))
-    files.append(page_file)
+    pages["attention/index.html"] = page_of(**kept)
+    for name, text in pages.items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
@@ -72,11 +70,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{match[1]}]({there}{mark}{anchor})"
 
     return _LINK.sub(link, markdown)
-
-
-def _of_benchmarks(page: Path) -> str:
-    """Return a page of ``benchmarks/``; its pictures are in ``docs/``."""
-    return _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
 
 
 def _outside(text: str, folder: str) -> str:

@@ -157,24 +157,25 @@ def check(options: argparse.Namespace, default: Callable[[str], Any]) -> None:
         if getattr(options, name) != default(name):
             kind = "pictures, not for --fairseq" if sentence else "sentences: it needs --fairseq CHECKPOINT"
             raise ViewError(f"--{name.replace('_', '-')} is for {kind}")
-    if sentence and options.image is not None:
-        raise ViewError(f"the sentence must be one argument, in quotes, got {options.model!r} and more")
-    if options.beam < 1:
-        raise ViewError(f"--beam must be at least 1, got {options.beam}")
-    if not sentence and options.image is None and not options.list and not options.slots:
-        raise ViewError("IMAGE is missing: name a picture, --slots or --list")
-    if mm and (options.model_args or options.input_size):
-        raise ViewError("--model-args and --input-size are for timm's models: a config says both itself")
-    if options.slots and not mm:
-        raise ViewError("--slots is for detectors and segmentors with object queries, by their config")
-    if options.follow is not None and (not mm or options.image is None or options.follow < 1):
-        raise ViewError("--follow needs a config of mmdet, a picture, and at least 1 layer to follow")
-    if options.device != "cpu" and options.follow is None:
-        raise ViewError("--device is for --follow")
-    if options.input_size and min(options.input_size) < 1:
-        raise ViewError(f"--input-size must be H W, at least 1 each, got {options.input_size}")
-    if options.objects < 1:
-        raise ViewError(f"--objects must be at least 1, got {options.objects}")
+    missing = not sentence and options.image is None and not options.list and not options.slots
+    following = options.follow is not None
+    for wrong, message in (
+        (sentence and options.image is not None,
+         f"the sentence must be one argument, in quotes, got {options.model!r} and more"),
+        (options.beam < 1, f"--beam must be at least 1, got {options.beam}"),
+        (missing, "IMAGE is missing: name a picture, --slots or --list"),
+        (mm and (options.model_args or options.input_size),
+         "--model-args and --input-size are for timm's models: a config says both itself"),
+        (options.slots and not mm, "--slots is for detectors and segmentors with object queries, by their config"),
+        (following and (not mm or options.image is None or options.follow < 1),
+         "--follow needs a config of mmdet, a picture, and at least 1 layer to follow"),
+        (options.device != "cpu" and not following, "--device is for --follow"),
+        (options.input_size and min(options.input_size) < 1,
+         f"--input-size must be H W, at least 1 each, got {options.input_size}"),
+        (options.objects < 1, f"--objects must be at least 1, got {options.objects}"),
+    ):  # fmt: skip
+        if wrong:
+            raise ViewError(message)
 
 
 def arguments_of(options: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tools.clips import sampled
-from tools.files import write
+from tools.plots import figure
 
 from .clips import Steps
 from .maps import CLS, EXPLAINED, WHOLE, Maps, head_names, with_mean
@@ -36,19 +36,10 @@ TITLES = {
 @contextmanager
 def figure_of(rows: int, columns: int, size: tuple[float, float], title: str, font: int, out: Path) -> Iterator[Any]:
     """Yield axes (rows, columns) of a figure of ``size`` in inches; save it afterwards."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, squeeze=False, dpi=180, layout="constrained", figsize=size)
-    figure.suptitle(title, fontsize=font, parse_math=False, wrap=font == 8)
-    try:
+    saving = dict(bbox_inches="tight", pil_kwargs=dict(optimize=True))
+    with figure(out, rows, columns, {}, saving, dpi=180, figsize=size) as (whole, axes):
+        whole.suptitle(title, fontsize=font, parse_math=False, wrap=font == 8)
         yield axes
-        options: Any = dict(bbox_inches="tight", format="png", pil_kwargs=dict(optimize=True))
-        write(out, lambda partial: figure.savefig(partial, **options))
-    finally:
-        plt.close(figure)
 
 
 def _cells(view: View, layer: Maps, pixels: Sequence[Any]) -> list[Any]:

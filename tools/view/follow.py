@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageDraw
-from torch import nn
 
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.common.capture import Captured, remember_calls
@@ -26,19 +25,15 @@ from tools.pictures import open_picture
 
 from .maps import ViewError
 from .models import chosen_layers
+from .objects import fine_mask
 
 COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
 
 
 def sampled(call: Captured, points: np.ndarray) -> np.ndarray:
-    """Return the positions that a deformable layer reads for output ``points``.
+    """Return the positions (N * taps, 2), y and x on the input grid, that a deformable layer reads.
 
-    Args:
-        call: The layer and its input.
-        points: (N, 2), y and x in units of the layer's output grid; rounded to whole positions.
-
-    Returns:
-        (N * taps, 2), y and x in units of the layer's input grid.
+    They are those for output ``points`` (N, 2), y and x on the output grid, rounded to whole positions.
     """
     layer = call.layer
     with torch.no_grad():
@@ -86,11 +81,7 @@ def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[
 def draw(
     picture: np.ndarray, queries: Sequence, points: list[np.ndarray], heads: np.ndarray | None, name: str, out: Path
 ) -> str:
-    """Save the panels: ``picture`` (H, W, 3) with queries and points, then one map per head over it, in order.
-
-    Returns:
-        The caption of the picture.
-    """
+    """Save ``picture`` (H, W, 3) with queries and points, then one map per head over it; return the caption."""
     heads = np.zeros((0, 1, 1)) if heads is None else heads
     places = _panels(picture.shape[1] / picture.shape[0], len(heads))
     caption = f"Left: each ring is a query, the dots of its colour are the {len(points[0])} points that it reads."
@@ -117,14 +108,9 @@ def _panels(aspect: float, heads: int) -> list[Place]:
     # The heads' width w: (WIDTH - columns (w + GAP)) / aspect = 2 w / aspect + GAP + TITLE_HEIGHT
     width = round((WIDTH - columns * GAP - aspect * (GAP + TITLE_HEIGHT)) / (columns + 2))
     height, left = round(width / aspect), WIDTH - columns * (width + GAP)
+    across, down = width + GAP, height + GAP + TITLE_HEIGHT
     rest = [
-        (
-            left + GAP + n % columns * (width + GAP),
-            TITLE_HEIGHT + n // columns * (height + GAP + TITLE_HEIGHT),
-            width,
-            height,
-        )
-        for n in range(heads)
+        (left + GAP + n % columns * across, TITLE_HEIGHT + n // columns * down, width, height) for n in range(heads)
     ]
     return [(0, TITLE_HEIGHT, left, 2 * height + GAP + TITLE_HEIGHT), *rest]
 
@@ -167,18 +153,12 @@ def follow_picture(
     patterns: Sequence[str] = (),
     depth: int = 2,
 ) -> str:
-    """Run the detector on ``image`` and save the drawing.
+    """Run a detector of mmdet on ``image``, save the drawing as ``out``, and return its caption.
 
     Args:
-        model: A detector of mmdet.
-        image: The picture.
-        out: The file.
         queries: (y, x) of pixels; None for the centres of the detections with the highest scores.
         patterns: Names of the deformable convolution to start from; empty for the last.
         depth: How many deformable convolutions to follow, on maps of the same size.
-
-    Returns:
-        The caption of the picture.
 
     Raises:
         ViewError: the model has no ``DeformableConv2d`` of ours, or none of this name.
@@ -211,12 +191,7 @@ def follow_picture(
         own = call.name.startswith(f"{last.rpartition('.')[0]}.")
         if own and getattr(call.layer, "attention_type", None) == "0010":
             maps = call.maps(torch.zeros(1, 2, dtype=torch.long))[0, :, 0].float().cpu().numpy()
-            heads = np.stack([_unpad(m, np.array(size) * scale, padded) for m in maps])
+            inside = [round(n) for n in np.array(size) * scale]
+            heads = np.stack([fine_mask(torch.as_tensor(m), padded, inside).numpy() for m in maps])
     name = " through ".join(call.name.removeprefix("backbone.") for call in followed[::-1])
     return draw(picture, queries, points, heads, name, out)
-
-
-def _unpad(heat: np.ndarray, inside: np.ndarray, padded: tuple[int, int]) -> np.ndarray:
-    """Crop a map over the padded picture to the picture itself, on a fine grid for a sharp edge."""
-    fine = nn.functional.interpolate(torch.as_tensor(heat)[None, None], padded, mode="bilinear")[0, 0].numpy()
-    return fine[: round(inside[0]), : round(inside[1])]

@@ -162,6 +162,15 @@ def one_line(error: Exception) -> str:
     return textwrap.shorten(str(error) or type(error).__name__, 300, placeholder=" …")
 
 
+@contextmanager
+def refusing(words: str, kinds: Any = Exception) -> Iterator[None]:
+    """Raise errors of these kinds as a ViewError that starts with ``words``."""
+    try:
+        yield
+    except kinds as error:
+        raise ViewError(f"{words}: {one_line(error)}") from error
+
+
 def load(name: str, checkpoint: Path | None, options: dict[str, Any], device: str = "cpu") -> Any:
     """Load a model in evaluation mode, with the weights of ``checkpoint``."""
     if checkpoint is not None and not checkpoint.is_file():
@@ -188,15 +197,11 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
             raise ViewError(str(error)) from error
         if named.partition(".")[0] != name.partition(".")[0]:
             raise ViewError(f"--checkpoint must be weights of {name}, but {checkpoint} holds those of {named}")
-    try:
+    with refusing(f"MODEL {name} with {options}", (TypeError, ValueError, RuntimeError)):
         model = timm.create_model(name, **options).eval()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ViewError(f"MODEL {name} with {options}: {error}") from error
     if checkpoint is not None:
-        try:
+        with refusing(f"--checkpoint {checkpoint} does not fit {name} {options}"):  # torch, pickle or safetensors
             load_checkpoint(model, str(checkpoint))
-        except Exception as error:  # from torch, pickle or safetensors
-            raise ViewError(f"--checkpoint {checkpoint} does not fit {name} {options}: {one_line(error)}") from error
     return model
 
 
@@ -208,24 +213,20 @@ def load_mm(name: str, checkpoint: Path | None, device: str = "cpu") -> nn.Modul
 
     import attn_plugins.mmcv  # noqa: F401
 
-    try:
+    with refusing(f"MODEL {name} cannot be read as a config"):
         config: Any = get_config(name) if "::" in name else Config.fromfile(name)
-    except Exception as error:
-        raise ViewError(f"MODEL {name} cannot be read as a config: {one_line(error)}") from error
     segmentor = config.get("default_scope") == "mmseg"
     need("mmseg" if segmentor else "mmdet")
     if segmentor:
         from mmseg.apis import init_model as build
     else:
         from mmdet.apis import init_detector as build
-    try:
+    which = "" if checkpoint is None else f" with --checkpoint {checkpoint}"
+    with refusing(f"MODEL {name}{which} cannot be built"):
         model = build(config, None if checkpoint is None else str(checkpoint), device=device)
         if checkpoint is None:
             _draw(model)
-        return model
-    except Exception as error:
-        which = "" if checkpoint is None else f" with --checkpoint {checkpoint}"
-        raise ViewError(f"MODEL {name}{which} cannot be built: {one_line(error)}") from error
+    return model
 
 
 def _draw(model: Any) -> None:
@@ -239,10 +240,8 @@ def _draw(model: Any) -> None:
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel("WARNING")  # it logs every parameter
-    try:
-        model.init_weights()
-    finally:
-        logger.setLevel(level)
+    model.init_weights()
+    logger.setLevel(level)
 
 
 def open_input(model: Any, file: Path, name: str) -> list[Image.Image]:
@@ -337,10 +336,8 @@ def infer(model: Any, file: Path) -> tuple[Tensor, dict[str, Any], Objects | Non
         captured = stack.enter_context(capture(model))
         head = stack.enter_context(watch_head(model)) if has_objects(model) else None
         stack.enter_context(torch.no_grad())
-        try:
+        with refusing("the model does not accept the picture", AssertionError):  # from timm for a wrong size
             facts = inference_model(model, str(file)).metainfo
-        except AssertionError as error:  # raised by timm for a wrong size
-            raise ViewError(f"the model does not accept the picture: {one_line(error)}") from error
     x, classes = inputs[0][0], (getattr(model, "dataset_meta", None) or {}).get("classes") or ()
     return x, facts, head and found(head, x.shape[-2:], facts["img_shape"][:2], classes), captured
 

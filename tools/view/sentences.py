@@ -5,6 +5,7 @@ Shapes: M heads, T queries, S keys.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from tools import need
 from tools.logs import quiet
 
 from .maps import ViewError, title_of
-from .models import one_line
+from .models import refusing
 
 ENCODER, DECODER, ALIGNMENT = "encoder", "decoder", "alignment"
 MOST_PIECES = 256  # maximum in a sentence
@@ -100,12 +101,10 @@ def load(checkpoint: Path, data: Path | None, sentencepiece: Path | None) -> Rea
         raise ViewError(f"--fairseq must be a checkpoint file, got {checkpoint}")
     pieces = _pieces(sentencepiece)
     overrides = None if data is None else {"data": str(data)}
-    try:
+    with refusing(f"--fairseq {checkpoint} is not a fairseq checkpoint"):  # torch, pickle or omegaconf
         state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
         task = state["cfg"]["task"]
         folder = Path(utils.split_paths(task["data"])[0])
-    except Exception as error:  # from torch, pickle or omegaconf
-        raise ViewError(f"--fairseq {checkpoint} is not a fairseq checkpoint: {one_line(error)}") from error
     languages = [task[name] for name in ("source_lang", "target_lang") if task.get(name)]
     missing = [name for name in (f"dict.{n}.txt" for n in languages) if not (folder / name).is_file()]
     if not languages and not any(folder.glob("dict.*txt")):  # dict.txt is that of a language model
@@ -116,10 +115,8 @@ def load(checkpoint: Path, data: Path | None, sentencepiece: Path | None) -> Rea
             f"{given} must be fairseq-preprocess's folder with the dictionaries, and "
             f"{'lacks ' + ', '.join(missing) if folder.is_dir() else 'is no folder'}; --data DIR names another"
         )
-    try:
+    with refusing(f"--fairseq {checkpoint} cannot be loaded with {folder}"):
         models, _, made = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], state=state)
-    except Exception as error:
-        raise ViewError(f"--fairseq {checkpoint} cannot be loaded with {folder}: {one_line(error)}") from error
     if not isinstance(made, (TranslationTask, LanguageModelingTask)):
         raise ViewError(f"--fairseq must be of a task of translation or language modelling, got {task['_name']!r}")
     return Reader(str(checkpoint), models[0].eval(), made, pieces)
@@ -133,10 +130,8 @@ def _pieces(sentencepiece: Path | None) -> Callable[[str], str]:
     need("sentencepiece")
     import sentencepiece as spm
 
-    try:
+    with refusing(f"--sentencepiece-model {sentencepiece} cannot be loaded", (OSError, RuntimeError)):
         processor = spm.SentencePieceProcessor(model_file=str(sentencepiece))
-    except (OSError, RuntimeError) as error:
-        raise ViewError(f"--sentencepiece-model {sentencepiece} cannot be loaded: {one_line(error)}") from error
     return lambda text: " ".join(processor.encode(text, out_type=str))
 
 
@@ -205,14 +200,14 @@ def capture(model: nn.Module) -> Iterator[dict[str, Weights]]:
     from fairseq.modules import MultiheadAttention
 
     captured: dict[str, Weights] = {}
-    steps: dict[str, list[Tensor]] = {}
+    steps = defaultdict[str, list[Tensor]](list)
 
     def keep(name: str, weigh: Callable[..., Any], layer: Any, arguments: Any, keywords: Any) -> None:
         captured[name] = partial(weigh, Captured(name, layer, arguments, keywords))
 
     def keep_step(name: str, by_batch: bool, layer: Any, arguments: Any, output: Any) -> None:
         alignment = output[1] if by_batch else output[1].t().unsqueeze(1)  # (1, 1, S)
-        steps.setdefault(name, []).append(alignment)
+        steps[name].append(alignment)
         captured[name] = lambda: (torch.cat(steps[name], 1), {})
 
     with ExitStack() as stack:
