@@ -91,21 +91,21 @@ HEADS = "the paper's number of heads in detection is unknown, and it prints a di
 
 def rows() -> list[Row]:
     """Return all figures."""
-    found = []
-    for table, name, options, millions, giga, remark, remark_on_operations in MODELS:
+    table = []
+    for number, name, options, millions, giga, remark, remark_on_operations in MODELS:
         net, size = model(name, **options), 32 if "wide" in name else 224
         flat = {**options, **options.get("block_args", {})}
         shown = "".join(f" {key}={value}" for key, value in flat.items() if not isinstance(value, dict))
-        label = f"Table {table}: {name}{shown}"
-        found.append(Row(label, "M parameters", millions, parameters(net) / 1e6, remark))
+        label = f"Table {number}: {name}{shown}"
+        table.append(Row(label, "M parameters", millions, parameters(net) / 1e6, remark))
         if giga:
-            found.append(Row(label, "GFLOPs", giga, operations(net, size) / 1e9, remark_on_operations))
-    return found + attention_rows() + detection_rows()
+            table.append(Row(label, "GFLOPs", giga, operations(net, size) / 1e9, remark_on_operations))
+    return table + attention_rows() + detection_rows()
 
 
 def attention_rows() -> list[Row]:
     """Return Table 9, attention in AA-ResNet-50: memory of maps, parameters and operations per layer and in total."""
-    net, found, totals = model("aa_resnet50"), [], [0.0, 0.0, 0.0]
+    net, table, totals = model("aa_resnet50"), [], [0.0, 0.0, 0.0]
     calls = convention.calls(net, 1, 3, 224, 224)
     for stage, kilobytes, side, thousands, mega in LAYERS:
         layers = {n: m for n, m in getattr(net, stage).named_modules() if isinstance(m, AAConv2d)}
@@ -117,7 +117,7 @@ def attention_rows() -> list[Row]:
         counted, without_sums = (count / 1e6 for count in counts[-1])
         label, attention = f"Table 9: {stage}", f"Table 9: {stage}, a layer's attention"
         two_digits = "printed with two digits" if own > 1e5 else ""
-        found += [
+        table += [
             Row(f"{label}, attention map in bfloat16", "KB", kilobytes, memory / 1024),
             Row(attention, "K parameters", thousands, own / 1e3, two_digits),
             Row(attention, "MFLOPs", mega, counted, reason=WITHOUT_SUMS.format(without_sums)),
@@ -126,7 +126,7 @@ def attention_rows() -> list[Row]:
         totals = [total + more for total, more in zip(totals, sums)]
     remark = "printed with two digits; without AV, as its layers"
     return [
-        *found,
+        *table,
         Row("Table 9: all attention maps, for training", "MB", "6", totals[0] / 2**20),
         Row("Table 9: all attention parameters", "M parameters", "1.3", totals[1] / 1e6),
         Row("Table 9: all attention", "MFLOPs", "390", totals[2] / 1e6, remark),
@@ -146,14 +146,14 @@ def attention_operations(calls: Sequence[convention.Call], layer: str) -> tuple[
 
 def detection_rows() -> list[Row]:
     """Return Table 5: our configs, and the effect of augmentation on them."""
-    found, sizes = [], {}
+    table, sizes = [], {}
     for name, millions, giga in DETECTORS:
         sizes[name], calls = networks.detector(DETECTOR.format(name), 640, 640)
         label = f"Table 5: RetinaNet, {name}"
-        found.append(Row(label, "M parameters", millions, sizes[name] / 1e6, CODE_BASE))
-        found.append(Row(label, "GFLOPs", giga, convention.bello_2019(calls) / 1e9, CODE_BASE))
+        table.append(Row(label, "M parameters", millions, sizes[name] / 1e6, CODE_BASE))
+        table.append(Row(label, "GFLOPs", giga, convention.bello_2019(calls) / 1e9, CODE_BASE))
     for depth, printed, remark in ((50, "-0.3", HEADS), (101, "-0.7", "")):
         label = f"Table 5: AA-ResNet-{depth} less ResNet-{depth}"
         change = sizes[f"aa-r{depth}"] - sizes[f"r{depth}"]
-        found.append(Row(label, "M parameters", printed, change / 1e6, remark))
-    return found
+        table.append(Row(label, "M parameters", printed, change / 1e6, remark))
+    return table

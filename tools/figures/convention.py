@@ -38,14 +38,14 @@ class Call:
 
 def calls(module: nn.Module, *shape: int) -> list[Call]:
     """Record the counted calls of a forward pass in inference of a module on the meta device."""
-    found: list[Call] = []
+    recorded: list[Call] = []
     tracker = ModuleTracker()
 
     def noting(operator: Any, formula: Callable[..., int]) -> Callable[..., int]:
         def count(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
             operations = formula(*args, out_val=out_val, **kwargs)
             shapes = tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, args)
-            found.append(Call(str(operator), max(tracker.parents - {"Global"}, key=len), shapes, operations))
+            recorded.append(Call(str(operator), max(tracker.parents - {"Global"}, key=len), shapes, operations))
             return operations
 
         count._get_raw = True  # type: ignore[attr-defined]  # marks formulas that take tensors
@@ -55,9 +55,9 @@ def calls(module: nn.Module, *shape: int) -> list[Call]:
     counter = FlopCounterMode(display=False, custom_mapping={k: noting(k, f) for k, f in formulas.items()})
     with tracker, counter, torch.no_grad():
         module.eval()(torch.empty(shape, device="meta"))
-    if counter.get_total_flops() != sum(call.operations for call in found):
+    if counter.get_total_flops() != sum(call.operations for call in recorded):
         raise RuntimeError("the calls' operations do not add up to the counter's total")
-    return found
+    return recorded
 
 
 def parameters(module: nn.Module) -> int:
@@ -65,9 +65,9 @@ def parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def executed(found: Sequence[Call]) -> int:
+def executed(recorded: Sequence[Call]) -> int:
     """Count all executed multiply-adds."""
-    return sum(call.products for call in found)
+    return sum(call.products for call in recorded)
 
 
 _ATTENTION = ("attn_plugins.global_attention", "attn_plugins.window_attention")
@@ -77,10 +77,10 @@ def _unknown(call: Call, paper: str) -> RuntimeError:
     return RuntimeError(f"{paper} says nothing of {call.operator}, called by {call.module}")
 
 
-def bello_2019(found: Sequence[Call]) -> int:
+def bello_2019(recorded: Sequence[Call]) -> int:
     """Count as Bello et al. (2019): 2 per multiply-add in convolutions and linear layers, 1 in QKᵀ and AV."""
     total = 0
-    for call in found:
+    for call in recorded:
         if call.operator in _ATTENTION:
             total += call.products
         elif call.operator in ("aten.convolution", "aten.addmm"):
@@ -90,7 +90,7 @@ def bello_2019(found: Sequence[Call]) -> int:
     return total
 
 
-def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
+def zhu_2019(recorded: Sequence[Call], positions: int, head_width: int) -> int:
     """Count a module of stride 1 as Zhu et al. (2019): 1 per multiply-add, nothing for softmax and biases.
 
     Sampling and predicted offsets are free, too. The paper's figures also follow from these rules:
@@ -101,9 +101,9 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
 
     An inner product of length ``head_width`` is a logit, any other a sum over keys.
     """
-    has_content = any(call.operator in _ATTENTION and call.shapes[0] is not None for call in found)
+    has_content = any(call.operator in _ATTENTION and call.shapes[0] is not None for call in recorded)
     total, sums, keys = 0, 0, 1
-    for call in found:
+    for call in recorded:
         if call.operator in ("aten.convolution", "attn_plugins.deform_conv2d"):
             if not call.module.endswith("conv_offset"):
                 total += call.products // math.prod(call.shapes[0][2:]) * positions
@@ -120,7 +120,7 @@ def zhu_2019(found: Sequence[Call], positions: int, head_width: int) -> int:
     return total + sums * keys
 
 
-def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
+def zhu_2019_sequence(recorded: Sequence[Call], tokens: int) -> int:
     """Count a module on N ``tokens`` as Zhu et al. (2019), by the rules of :func:`zhu_2019` with these additions.
 
     * a query's products with offsets are charged once per key, N or those in range, not per offset, 2N - 1;
@@ -129,9 +129,9 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
     The decoder is charged like the encoder, as if it attended in both directions: count modules that are not causal.
     """
     attention = (*_ATTENTION, "attn_plugins.sequence_attention")
-    has_content = any(call.operator in attention and call.shapes[0] is not None for call in found)
+    has_content = any(call.operator in attention and call.shapes[0] is not None for call in recorded)
     total = 0
-    for call in found:
+    for call in recorded:
         if call.operator in ("aten.mm", "aten.addmm"):  # of one row, where we project for all queries at once
             rows = call.shapes[-2][0]
             total += call.products * (tokens if rows == 1 else 1)
@@ -148,13 +148,13 @@ def zhu_2019_sequence(found: Sequence[Call], tokens: int) -> int:
     return total
 
 
-def thesis(found: Sequence[Call]) -> int:
+def thesis(recorded: Sequence[Call]) -> int:
     """Count as the thesis, Table 4.2: multiply-adds of linear layers, and per output 1 a bias, 2 a BatchNorm, 1 a ReLU.
 
     Attention itself is free.
     """
     total = 0
-    for call in found:
+    for call in recorded:
         if call.operator == "aten.convolution":
             image, weight, bias = call.shapes[:3]
             stride, padding, dilation = call.shapes[3:6]

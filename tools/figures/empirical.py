@@ -117,9 +117,9 @@ def without(task: str) -> list[convention.Call]:
 
 def rows() -> list[Row]:
     """Return all figures."""
-    found = []
+    table = []
     for column, (task, (baseline, _)) in enumerate(TASKS.items()):
-        found.append(Row(f"{task}: w/o", "GFLOPs", baseline, convention.executed(without(task)) / 1e9, NETWORKS[task]))
+        table.append(Row(f"{task}: w/o", "GFLOPs", baseline, convention.executed(without(task)) / 1e9, NETWORKS[task]))
         for setting, *printed, difference in SETTINGS:
             label = f"{task}: {'w/o, deformable' if setting == 'deformable' else setting}"
             ours, executed = (float(baseline) + giga for giga in added(setting, task))
@@ -130,5 +130,5 @@ def rows() -> list[Row]:
                     remarks.append(ROUNDED.format(baseline))
                 elif setting in ("1010", "1000"):
                     remarks.append(CONTENT_ALONE)
-            found.append(Row(label, "GFLOPs", printed[column], ours, "; ".join(filter(None, remarks)), executed))
-    return found + translation.rows()
+            table.append(Row(label, "GFLOPs", printed[column], ours, "; ".join(filter(None, remarks)), executed))
+    return table + translation.rows()

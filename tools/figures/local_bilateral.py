@@ -104,29 +104,29 @@ def complexity(options: Mapping | None, part: str) -> int:
         return position
     if part == "weights":
         return sum(weights.values()) - position
-    found = convention.calls(module, 1, 256, *SIZE)
-    everything = sum(call.operations for call in found)
+    recorded = convention.calls(module, 1, 256, *SIZE)
+    everything = sum(call.operations for call in recorded)
     # The weights of a window count as spatial, including geometric logits.
-    spatial = sum(c.operations for c in found if c.operator.endswith("window_attention") or ".position" in c.module)
+    spatial = sum(c.operations for c in recorded if c.operator.endswith("window_attention") or ".position" in c.module)
     return (spatial if part == "spatial" else (everything - spatial) // 2) // math.prod(SIZE)
 
 
 def rows() -> list[Row]:
     """Return all figures."""
-    found = [
+    table = [
         Row(f"Table 4.1 {name}, {formula}", PARTS[part], str(printed), complexity(options, part), remark)
         for name, options, part, formula, printed, remark in ORDERS
     ]
     for name, options, thousands, giga, remark, remark_on_operations in LAYERS:
         label = f"Table 4.2 {name}"
-        found.append(Row(label, "K parameters", thousands, parameters(layer(256, 256, options)) / 1e3, remark))
+        table.append(Row(label, "K parameters", thousands, parameters(layer(256, 256, options)) / 1e3, remark))
         ours, executed = operations(options, "relu")
-        found.append(Row(label, "GFLOPs", giga, ours, remark_on_operations, executed))
+        table.append(Row(label, "GFLOPs", giga, ours, remark_on_operations, executed))
         if options is not None:
             ours, executed = operations(options, "none")
             reason = remark_on_operations or LINEAR
-            found.append(Row(f"{label}, linear", "GFLOPs", giga, ours, executed=executed, reason=reason))
-    return found + decoder_rows()
+            table.append(Row(f"{label}, linear", "GFLOPs", giga, ours, executed=executed, reason=reason))
+    return table + decoder_rows()
 
 
 def decoder_rows() -> list[Row]:

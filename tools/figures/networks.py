@@ -94,5 +94,5 @@ def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **optio
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[arch].build_model(args, task)
     model.make_generation_fast_()  # otherwise the last layer returns its weights
-    found = convention.calls(_Translator(model, word), 1, tokens)
-    return [call for call in found if not call.module.endswith(".output_projection")]
+    recorded = convention.calls(_Translator(model, word), 1, tokens)
+    return [call for call in recorded if not call.module.endswith(".output_projection")]

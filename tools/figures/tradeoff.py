@@ -59,12 +59,12 @@ def printed(task: str) -> list[Point]:
         giga = {setting: float(figures[column]) for setting, *figures, _ in empirical.SETTINGS}
         giga["w/o"] = float(empirical.TASKS[task][0])
         giga["w/o + deformable"] = giga.pop("deformable")
-    found = []
+    points = []
     for setting, accuracy in translation.ACCURACY.items():
         # On images, deformable convolution costs no more than the convolution it replaces.
         own = giga[setting] if setting in giga else giga[setting.removesuffix(" + deformable")]
-        found.append(Point(setting, round(own - giga["w/o"], 1), accuracy[column]))
-    return found
+        points.append(Point(setting, round(own - giga["w/o"], 1), accuracy[column]))
+    return points
 
 
 def measured(runs: Path = RUNS) -> dict[str, list[Point]]:

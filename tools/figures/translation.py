@@ -80,19 +80,19 @@ def self_attention(setting: str, causal: bool) -> list[list[convention.Call]]:
     """Record the calls of the modules in place of self-attention in one layer, a list per module."""
     kind, _, unit = setting.partition(" + ")
     kind, _, size = kind.partition(" n=")
-    found = []
+    recorded = []
     if unit:
         with torch.device("meta"):
             shape = CHANNELS, CHANNELS, 3
             deformable = CausalDeformableConv1d(*shape) if causal else DeformableConv1d(*shape, padding=1)
-        found.append(convention.calls(deformable, 1, CHANNELS, TOKENS))
+        recorded.append(convention.calls(deformable, 1, CHANNELS, TOKENS))
     if kind == "dynamic":
         with torch.device("meta"):
             dynamic = DynamicConv1d(CHANNELS, int(size), causal=causal)
-        found.append(convention.calls(dynamic, 1, CHANNELS, TOKENS))
+        recorded.append(convention.calls(dynamic, 1, CHANNELS, TOKENS))
     elif kind != "w/o":
-        found.append(convention.calls(attention(kind, int(size or -1), causal), 1, TOKENS, CHANNELS))
-    return found
+        recorded.append(convention.calls(attention(kind, int(size or -1), causal), 1, TOKENS, CHANNELS))
+    return recorded
 
 
 @cache
@@ -122,9 +122,9 @@ def rows() -> list[Row]:
     """Return all figures."""
     calls = networks.translator(TOKENS, encoder_attention="none", decoder_attention="none")
     without = convention.zhu_2019_sequence(calls, TOKENS), convention.executed(calls)
-    found = []
+    table = []
     for setting, printed, remark in SETTINGS:
         counted, executed = without if setting == "w/o" else operations(setting)
         label = f"translation: {setting.replace(' +', ',')}"
-        found.append(Row(label, "GFLOPs", printed, counted / 1e9, remark, executed / 1e9))
-    return found
+        table.append(Row(label, "GFLOPs", printed, counted / 1e9, remark, executed / 1e9))
+    return table

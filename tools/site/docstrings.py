@@ -8,33 +8,20 @@ from typing import Any
 import griffe
 
 _ROLE = re.compile(r":(?:class|func|meth|mod|data|attr|obj):`~?\.*([^`]+)`")
+# What ends with `::`, and the lines below it with more indentation.
+_BLOCK = re.compile(r"^( *)(.*?)::\s*\n\n*((?:\1 +\S.*\n+)*\1 +\S.*)(\n*)", re.M)
 _LITERAL = re.compile(r"``([^`\n]+(?:\n[^`\n]+)?)``")
 
 
 def markdown(text: str) -> str:
     """Convert a docstring: roles become code, double backticks single ones, and literal blocks fenced ones."""
-    text = _LITERAL.sub(r"`\1`", _ROLE.sub(r"`\1`", text))
-    lines, fenced = [], None
-    for line in text.split("\n"):
-        indent = len(line) - len(line.lstrip())
-        if fenced is not None and line.strip() and indent <= fenced:
-            while lines and not lines[-1].strip():
-                lines.pop()
-            lines += [" " * fenced + "```", ""]
-            fenced = None
-        if fenced is None and line.rstrip().endswith("::"):
-            text_before = line.rstrip()[:-2].rstrip()
-            lines += [f"{text_before}:" if text_before.strip() else "", " " * indent + "```text"]
-            fenced = indent
-            continue
-        if fenced is not None and lines[-1].strip() == "```text" and not line.strip():
-            continue  # the empty line after ::
-        lines.append(line)
-    if fenced is not None:
-        while lines and not lines[-1].strip():
-            lines.pop()
-        lines.append(" " * fenced + "```")
-    return _tables("\n".join(lines))
+    return _tables(_BLOCK.sub(_fenced, _LITERAL.sub(r"`\1`", _ROLE.sub(r"`\1`", text))))
+
+
+def _fenced(match: re.Match[str]) -> str:
+    indent, words, block, end = match.groups()
+    first = f"{indent}{words.rstrip()}:" if words else ""
+    return f"{first}\n{indent}```text\n{block}\n{indent}```" + (end and "\n\n")
 
 
 def _tables(text: str) -> str:

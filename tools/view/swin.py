@@ -22,9 +22,15 @@ SECOND = "swin_transformer_v2"
 KINDS = {"swin_transformer": "SwinTransformer", SECOND: "SwinTransformerV2"}  # timm's modules, and their models
 
 
+def _versions() -> list[tuple[Any, str]]:
+    """Return timm's modules that are imported, as those of any of their models are, and their models' names."""
+    files = {sys.modules.get(f"timm.models.{name}"): kind for name, kind in KINDS.items()}
+    return [(file, kind) for file, kind in files.items() if file is not None]
+
+
 def is_swin(model: nn.Module) -> bool:
     """Return whether ``model`` is timm's Swin or Swin V2, with any attention."""
-    return isinstance(model, tuple(getattr(module, name) for module, name in _imported()))
+    return isinstance(model, tuple(getattr(file, kind) for file, kind in _versions()))
 
 
 def swin_blocks(model: nn.Module) -> dict[str, Any]:
@@ -32,19 +38,12 @@ def swin_blocks(model: nn.Module) -> dict[str, Any]:
 
     Blocks with our layers are excluded: :func:`attn_plugins.modules.common.capture.attention_layers` finds them.
     """
-    found = {}
-    for file, kind in _imported():
-        block = getattr(file, f"{kind}Block")
-        for name, module in model.named_modules():
-            if isinstance(module, block) and type(module.attn) is file.WindowAttention:
-                found[f"{name}.attn" if name else "attn"] = module
-    return found
-
-
-def _imported() -> list[tuple[Any, str]]:
-    """Return timm's modules that are imported, as those of any of their models are, and their models' names."""
-    files = {sys.modules.get(f"timm.models.{name}"): kind for name, kind in KINDS.items()}
-    return [(file, kind) for file, kind in files.items() if file is not None]
+    return {
+        f"{name}.attn".removeprefix("."): module
+        for file, kind in _versions()
+        for name, module in model.named_modules()
+        if isinstance(module, getattr(file, f"{kind}Block")) and type(module.attn) is file.WindowAttention
+    }
 
 
 def swins(model: nn.Module) -> dict[str, str]:
@@ -79,11 +78,7 @@ class StockWindows:
         return window_maps(x, *self._windows(), self._attention(), queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the weights of content and of the table alone, each the softmax of its own logits.
-
-        Returns:
-            Maps as of :meth:`attention_maps`, by name.
-        """
+        """Return maps of content and of the table alone, as :meth:`attention_maps`: softmax of their own logits."""
         parts = window_parts(x, *self._windows(), self._attention().parts, queries)
         return {"table" if name == "position" else name: part for name, part in parts.items()}
 
