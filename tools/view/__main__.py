@@ -261,13 +261,15 @@ def parse_pixels(
 
 def of_clip(view: View, places: Sequence[Any]) -> Drawings:
     """Return a PNG for every step and query."""
-    drawings: Drawings = []
-    for layer in view.maps:
-        for place in places:
-            if layer.cls or place != CLS:
-                where = place if place == CLS else "-".join(map(str, place))
-                drawings.append((f"{layer.name}_{where}", partial(figures.draw_clip, view, layer, place)))
-    return drawings
+    return [
+        (
+            f"{layer.name}_{place if place == CLS else '-'.join(map(str, place))}",
+            partial(figures.draw_clip, view, layer, place),
+        )
+        for layer in view.maps
+        for place in places
+        if layer.cls or place != CLS
+    ]
 
 
 def of_pixels(view: View, pixels: Sequence[Any], with_parts: bool) -> Drawings:

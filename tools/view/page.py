@@ -41,13 +41,7 @@ HERE = Path(__file__).parent / "web"
 
 
 def page_of(title: str, data: dict[str, Any], picture: str = "") -> str:
-    """Return the page.
-
-    Args:
-        title: Of the page.
-        data: What its scripts show.
-        picture: A data URL; empty for a page of a sentence.
-    """
+    """Return the page of ``data`` on a ``picture``, a data URL, or if that is empty of a sentence."""
     body = "picture" if picture else "words"
     text = (HERE / "page.html").read_text().replace("@BODY@", (HERE / f"{body}.html").read_text().rstrip())
     text = re.sub(r"@(\w+\.js)@", lambda match: (HERE / match[1]).read_text().rstrip(), text)
@@ -86,11 +80,7 @@ def centres(size: int, most: int) -> Tensor:
 
 
 def thinned(layer: Maps) -> tuple[Looked, tuple[int, int], list[str]]:
-    """Reduce a layer's maps to a bounded size.
-
-    Returns:
-        Maps (N, Hq' * Wq', Hk', Wk'), the size (Hq', Wq'), and notes on what was left out.
-    """
+    """Return bounded maps (N, Hq' * Wq', Hk', Wk') of a layer, their (Hq', Wq'), and notes on what was left out."""
     if isinstance(layer, Steps):  # as many queries of every frame
         sizes = zip(layer.clip[1:], layer.thinned(MOST_CLIP_QUERIES), layer.frames)
         y, x = (torch.cat([f * n + centres(n, most // frames) for f in range(frames)]) for n, most, frames in sizes)
@@ -121,17 +111,9 @@ def _pooled(maps: Tensor, size: Any) -> Tensor:
 def layer_data(layer: Maps, with_parts: bool = False) -> dict[str, Any]:
     """Return the page's data of a layer, and of every term of its logits alone."""
     looked, size, notes = thinned(layer)
-    data = dict(
-        name=layer.name,
-        note="; ".join(notes),
-        names=looked.names,
-        heads=len(looked.names),
-        queries=size,
-        keys=looked.maps.shape[2:],
-        without=layer.prefix_words,
-        cls=None,
-        **_looked(looked),
-    )
+    note, names, keys = "; ".join(notes), looked.names, looked.maps.shape[2:]
+    data = dict(name=layer.name, note=note, names=names, heads=len(names), queries=size, keys=keys)
+    data |= dict(without=layer.prefix_words, cls=None, **_looked(looked))
     if layer.cls:
         cls = layer.look([CLS])
         cls.maps = _averaged(layer, cls.maps)
@@ -196,10 +178,8 @@ def _object_maps(layer: Tokens, queries: list[int]) -> dict[str, Any]:
     maps = torch.cat((looked.maps.mean(0, keepdim=True), looked.maps))  # also of a single head
     size = min(layer.keys[0], MOST_OBJECT_KEYS), min(layer.keys[1], MOST_OBJECT_KEYS)
     note = "" if size == layer.keys else f"{layer.keys[0]}×{layer.keys[1]} averaged"
-    data = shares(_pooled(maps, size))
-    return dict(
-        name=layer.name, heads=len(maps) - 1, keys=size, note=note, uniform=encoded(looked.uniform, "<f4"), **data
-    )
+    data = dict(name=layer.name, heads=len(maps) - 1, keys=size, note=note, uniform=encoded(looked.uniform, "<f4"))
+    return data | shares(_pooled(maps, size))
 
 
 def _masks(view: View) -> dict[str, Any] | None:

@@ -41,18 +41,24 @@ class Tokens(Maps):
     @torch.no_grad()
     def weights(self, chosen: Tensor | None = None, blank: bool = False) -> Tensor:
         """Return the weights (B, M, Q, S) of all or of the chosen queries."""
+        attention, masks = self.attention, self.masks
         query, key = (torch.zeros_like(n) if blank else n for n in (self.query, self.key))
-        if isinstance(self.attention, nn.MultiheadAttention):
-            return stock_weights(self.attention, query, key, self.masks, chosen)
-        if hasattr(self.attention, "forward_attn"):
-            return product_weights(self.attention, query, key, self.masks, chosen)
-        if self.part:
-            weights = softmax_over_keys(self._logits(query, key)[self.part])
-        else:  # all queries cost as much as one
-            weights = self._probed.get(blank)
-            if weights is None:
-                weights = self._probed[blank] = probed_weights(self.attention, query, key, self.masks)
-        return weights if chosen is None else weights.index_select(2, chosen)
+        if hasattr(attention, "token_logits"):  # all queries cost as much as one
+            if self.part:
+                weights = softmax_over_keys(self._logits(query, key)[self.part])
+            else:
+                weights = self._probed.get(blank)
+                if weights is None:
+                    weights = self._probed[blank] = probed_weights(attention, query, key, masks)
+            return weights if chosen is None else weights.index_select(2, chosen)
+        if chosen is not None:
+            mask = masks.get("attn_mask")
+            query = query.index_select(token_axis(attention), chosen)
+            masks = {**masks, "attn_mask": None if mask is None else mask.index_select(-2, chosen)}
+        if _conditional(attention):
+            return product_weights(attention, query, key, masks)
+        # Not a call of the module: its hooks must not record another pass.
+        return attention.forward(query, key, key, **masks, average_attn_weights=False)[1]
 
     def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
         """See :meth:`.Maps.weigh`."""
@@ -70,27 +76,14 @@ class Tokens(Maps):
         return self.attention.token_logits(query, key, self.masks.get("key_padding_mask"), self.masks.get("attn_mask"))
 
 
-def stock_weights(
-    attention: nn.MultiheadAttention, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None
-) -> Tensor:
-    """Return the weights (B, M, Q, S) of torch's layer, whose layout ``query`` and ``key`` have."""
-    mask = masks.get("attn_mask")
-    if chosen is not None:
-        query = query.index_select(1 if attention.batch_first else 0, chosen)
-        mask = None if mask is None else mask.index_select(-2, chosen)
-    # Not a call of the module: its hooks must not record another pass.
-    _, weights = attention.forward(
-        query, key, key, key_padding_mask=masks.get("key_padding_mask"), attn_mask=mask, average_attn_weights=False
-    )
-    return weights
+def token_axis(attention: Any) -> int:
+    """Return the axis of the tokens in a layer's inputs."""
+    return 1 if _conditional(attention) or getattr(attention, "batch_first", False) else 0
 
 
-def product_weights(attention: Any, query: Tensor, key: Tensor, masks: dict[str, Any], chosen: Tensor | None) -> Tensor:
+def product_weights(attention: Any, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
     """Return the weights (B, M, Q, S) of Conditional DETR's attention, whose query and key are already projected."""
     heads, mask, padding = attention.num_heads, masks.get("attn_mask"), masks.get("key_padding_mask")
-    if chosen is not None:
-        query = query.index_select(1, chosen)
-        mask = None if mask is None else mask.index_select(-2, chosen)
     q, k = (tokens.unflatten(2, (heads, -1)).transpose(1, 2) for tokens in (query, key))
     logits = (q * q.shape[-1] ** -0.5) @ k.mT
     if mask is not None:
@@ -107,14 +100,7 @@ def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict
     The layer's output is linear in its values. Without the projections of values and outputs, channel j of a head
     carries the weight of key j among d keys at a time, in S / d passes.
 
-    Args:
-        attention: As ``attn_plugins.mmcv.attended.TokenAttention``, called with tokens first.
-        query: (Q, B, C).
-        key: (S, B, C).
-        masks: ``key_padding_mask`` and ``attn_mask``.
-
-    Returns:
-        (B, M, Q, S).
+    ``attention`` is as ``attn_plugins.mmcv.attended.TokenAttention``, of (Q, B, C) and (S, B, C). Returns (B, M, Q, S).
     """
     S, B, C = key.shape
     heads = attention.num_heads
@@ -180,8 +166,7 @@ def watch_tokens(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator
         if _deformable(attention):
             keep(Points(name, attention, given, kinds[name] == SAMPLED_OBJECTS))
             return
-        axis = 1 if _conditional(attention) or getattr(attention, "batch_first", False) else 0
-        query, key = given["query"], given["key"]
+        axis, query, key = token_axis(attention), given["query"], given["key"]
         grid = grids.get(key.shape[axis])
         size = grid if kinds[name] == PIXELS else None
         if grid is not None and (size is None or query.shape[axis] == key.shape[axis]):
