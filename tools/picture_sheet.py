@@ -49,19 +49,19 @@ def sheet(places: Sequence[Place], caption: str) -> Image.Image:
     """Return a white sheet for panels at ``places``, with a margin and a line of ``caption`` below."""
     right, bottom = (max(place[side] + place[side + 2] for place in places) for side in (0, 1))
     picture = Image.new("RGB", (right + 2 * MARGIN, bottom + MARGIN + CAPTION_HEIGHT), PAPER)
-    lettering = lettering_for(caption)
-    text, size = lettering.fitted(caption, CAPTION, 12, right)
-    place = MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2
-    ImageDraw.Draw(picture).text(place, text, INK, lettering.font(size), anchor="lm")
+    _write(picture, (MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2), caption, CAPTION, right)
     return picture
 
 
 def title(picture: Image.Image, at: tuple[int, int], text: str, width: int) -> None:
     """Draw a title in the ``TITLE_HEIGHT`` pixels below ``at``, its upper left corner; long titles are cut off."""
+    _write(picture, (at[0], at[1] + TITLE_HEIGHT / 2), text, TITLE, width)
+
+
+def _write(picture: Image.Image, at: tuple[float, float], text: str, size: int, width: int) -> None:
     lettering = lettering_for(text)
-    text, size = lettering.fitted(text, TITLE, 12, width)
-    place = at[0], at[1] + TITLE_HEIGHT / 2
-    ImageDraw.Draw(picture).text(place, text, INK, lettering.font(size), anchor="lm")
+    text, size = lettering.fitted(text, size, 12, width)
+    ImageDraw.Draw(picture).text(at, text, INK, lettering.font(size), anchor="lm")
 
 
 def save(picture: Image.Image, out: Path) -> None:

@@ -26,17 +26,6 @@ def test_the_papers_figures():
     assert round(rows[-1].ours + repeated, 2) == 7.14
 
 
-def test_cost_by_hand():
-    """Count the products of one block's attention, including the pairs of each pattern."""
-    T, N, P, C, depth = 8, 14 * 14, 1, 768, 12
-    tokens = P + T * N
-    once = T * N * 3 * 16**2 * C + C * 400 + depth * tokens * (4 + 8) * C**2
-    pairs = dict(joint=tokens**2, divided=N * T**2 + T * (P + N) ** 2)
-    added = depth * T * N * 5 * C**2  # qkv, proj and fc of the temporal step
-    assert cost(MODEL, "joint", 8, 224) == once + depth * 2 * pairs["joint"] * C
-    assert cost(MODEL, "divided", 8, 224) == once + added + depth * 2 * pairs["divided"] * C
-
-
 def test_the_committed_table_is_of_this_code():
     text = BENCHMARK.read_text(encoding="utf-8")
     names = re.search(r"\| frames \| size \| (.*) \|", text).group(1).split(" | ")

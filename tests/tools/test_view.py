@@ -13,12 +13,22 @@ from torch import nn
 
 timm = pytest.importorskip("timm")
 
-from tests.tools.view_helpers import CLIP, SMALL_CLIP, SMALL_VIT, VIT, bytes_of, options_of, page_data, weights_of  # noqa: E402
+from tests.tools.view_helpers import (  # noqa: E402
+    CLIP,
+    SMALL_CLIP,
+    SMALL_VIT,
+    VIT,
+    bytes_of,
+    names_in,
+    options_of,
+    page_data,
+    run,
+    weights_of,
+)
 from tools.pictures import open_picture  # noqa: E402
 from tools.train.checkpoint import read_weights, save_weights  # noqa: E402
 from tools.train.config import Config  # noqa: E402
 from tools.view import figures, models, page  # noqa: E402
-from tools.view.__main__ import main  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 NARROW = dict(depth=10, width=1, img_size=16, kappa=0.5, nu=0.5)
@@ -26,19 +36,10 @@ SWIN = dict(img_size=(64, 96), window_size=4, embed_dim=16, depths=(2, 2), num_h
 NO_CLS = options_of(dict(class_token="false", global_pool="avg"))
 
 
-def run(*arguments: object) -> int:
-    torch.manual_seed(0)
-    return main([str(n) for n in arguments])
-
-
 def red_in(file: Path) -> int:
     """Return the number of red pixels: crosses."""
     picture = np.asarray(Image.open(file).convert("RGB")).astype(int)
     return int(((picture[..., 0] > 200) & (picture[..., 1:] < 60).all(-1)).sum())
-
-
-def names_in(folder: Path) -> set[str]:
-    return {file.name for file in folder.iterdir()}
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ pytest.importorskip("timm")
 pytest.importorskip("mmdet", reason="mmdet is not installed")
 pytest.importorskip("mmseg", reason="mmseg is not installed")
 
-from tests.tools.view_helpers import box_of, choose, click, numbers, open_page, page_data, painted
+from tests.tools.view_helpers import box_of, choose, click, names_in, numbers, open_page, page_data, painted, run
 from tools.view import figures, models, objects, page
-from tools.view.__main__ import main
 
 PIPELINE = """
 pipeline = [dict(type='LoadImageFromFile'), dict(type='Resize', scale=(192, 128), keep_ratio=True),
@@ -66,9 +65,8 @@ def shown(configs, photograph, tmp_path_factory) -> Callable[[str], Path]:
     @functools.cache
     def folder(name: str) -> Path:
         result = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        arguments = [configs[name], str(photograph), "--output", str(result), "--objects", "4", "--least-score", "0"]
-        assert main([*arguments, "--pixels", "60,80", "--pixels", "290,440", "--parts"]) == 0
+        arguments = [configs[name], photograph, "--output", result, "--objects", 4, "--least-score", 0, "--parts"]
+        assert run(*arguments, "--pixels", "60,80", "--pixels", "290,440") == 0
         return result
 
     return folder
@@ -91,7 +89,7 @@ BOTH = ["encoder.layers.1.self_attn", "decoder.layers.1.cross_attn"]
     ],
 )
 def test_a_picture_for_every_kind_of_attention(shown, name, files, counts):
-    assert {file.name for file in shown(name).iterdir()} == {"attention.html", *(f"{n}.png" for n in files)}
+    assert names_in(shown(name)) == {"attention.html", *(f"{n}.png" for n in files)}
     for file in shown(name).glob("*.png"):
         picture = np.asarray(Image.open(file).convert("RGB"))
         assert picture.shape[1] > 300
@@ -139,12 +137,12 @@ def test_the_pages_numbers_are_the_layers(configs, photograph):
 
 
 def test_layers_and_objects_are_chosen(configs, photograph, tmp_path, capsys):
-    assert main([configs["mask2former"], "--list"]) == 0
+    assert run(configs["mask2former"], "--list") == 0
     kinds = ["pixels to sampled points", *["objects to pixels"] * 3]
     listed = capsys.readouterr().out.strip().splitlines()
     assert listed[-4:] == [f"panoptic_head.{name}  ({kind})" for name, kind in zip(MASKS, kinds)]
-    arguments = [configs["detr"], str(photograph), "--output", str(tmp_path), "--layers", "*.0.*"]
-    assert main([*arguments, "--least-score", "1"]) == 0
+    arguments = [configs["detr"], photograph, "--output", tmp_path, "--layers", "*.0.*"]
+    assert run(*arguments, "--least-score", 1) == 0
     assert {file.stem for file in tmp_path.glob("*.png")} == {n.replace("1", "0") for n in BOTH}
     assert "no object has a score of 1: the surest is shown, " in capsys.readouterr().out
     assert len(page_data(tmp_path / "attention.html")["objects"]["list"]) == 1
@@ -158,8 +156,8 @@ def test_weights_are_drawn_without_a_checkpoint_and_finite_with_one(configs, pho
     with torch.no_grad():
         model.bbox_head.cls_branches[1].bias.fill_(torch.nan)
     torch.save(dict(state_dict=model.state_dict()), tmp_path / "diverged.pth")
-    arguments = [configs["deformable"], str(photograph), "--checkpoint", str(tmp_path / "diverged.pth")]
-    assert main([*arguments, "--output", str(tmp_path / "out")]) == 2
+    arguments = [configs["deformable"], photograph, "--checkpoint", tmp_path / "diverged.pth"]
+    assert run(*arguments, "--output", tmp_path / "out") == 2
     assert "must be finite numbers: has its training diverged?" in capsys.readouterr().err.splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
@@ -176,8 +174,8 @@ def test_weights_are_drawn_without_a_checkpoint_and_finite_with_one(configs, pho
 )
 def test_bad_arguments(arguments, words, configs, photograph, tmp_path, capsys):
     atss = Path(__file__).parents[2] / "configs/mmdet/digits/atss_narrow-r50_fpn_digits.py"
-    names = {**configs, "IMAGE": str(photograph), "atss": str(atss)}
-    assert main([*(names.get(a, a) for a in arguments), "--output", str(tmp_path / "out")]) == 2
+    names = {**configs, "IMAGE": photograph, "atss": atss}
+    assert run(*(names.get(a, a) for a in arguments), "--output", tmp_path / "out") == 2
     assert words in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
 
@@ -191,7 +189,7 @@ def test_slots_of_many_pictures(configs, photograph, tmp_path, capsys):
     for n, size in enumerate([(120, 80), (80, 120), (100, 100)]):
         Image.open(photograph).resize(size).save(folder / f"{n}.png")
     (folder / "labels.txt").write_text("no picture")
-    assert main([configs["detr"], "--slots", str(folder), "--output", str(tmp_path / "out")]) == 0
+    assert run(configs["detr"], "--slots", folder, "--output", tmp_path / "out") == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "out/slots.png")
     assert Image.open(tmp_path / "out/slots.png").height > 400
 
@@ -269,8 +267,8 @@ def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
 
 
 def test_a_page_of_objects_alone(configs, photograph, tmp_path, browser):
-    arguments = [configs["deformable"], str(photograph), "--output", str(tmp_path), "--layers", "decoder.*"]
-    assert main([*arguments, "--least-score", "0"]) == 0
+    arguments = [configs["deformable"], photograph, "--output", tmp_path, "--layers", "decoder.*"]
+    assert run(*arguments, "--least-score", 0) == 0
     open_page(browser, tmp_path / "attention.html")
     visible = browser.run("[picture, found, headLabel, opacity].map(n => n.checkVisibility())")
     assert visible == [False, True, True, True]

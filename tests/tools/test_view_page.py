@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 pytest.importorskip("timm")
@@ -25,10 +24,10 @@ from tests.tools.view_helpers import (
     options_of,
     page_data,
     painted,
+    run,
     same_colours,
     weights_of,
 )
-from tools.view.__main__ import main
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,7 @@ def draw(tmp_path_factory):
 
     def page_of(*arguments: object) -> Path:
         output = tmp_path_factory.mktemp("page")
-        torch.manual_seed(0)
-        assert main([*map(str, arguments), "--output", str(output)]) == 0
+        assert run(*arguments, "--output", output) == 0
         return output / "attention.html"
 
     return page_of

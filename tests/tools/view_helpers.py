@@ -13,10 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from tools.view import models
+from tools.view.__main__ import main
 
 VIT, CLIP = "vit_tiny_patch16_224", "timesformer_small_patch16_224"
 SMALL_VIT = dict(img_size=(48, 64), embed_dim=32, depth=3, num_heads=2)
 SMALL_CLIP = dict(img_size=(48, 64), embed_dim=32, depth=2, num_heads=2, num_frames=4)
+
+
+def run(*arguments: object) -> int:
+    """Run the command line on models with the same random weights each time; return its exit status."""
+    torch.manual_seed(0)
+    return main([str(n) for n in arguments])
+
+
+def names_in(folder: Path) -> set[str]:
+    """Return the names of the files in a folder."""
+    return {file.name for file in folder.iterdir()}
 
 
 def options_of(arguments: dict) -> list[str]:
