@@ -38,16 +38,15 @@ def place(
     shown = [*boxes, *others]
     taken: list[Rectangle] = []
     for box, size in zip(boxes, sizes):
-        places = _places(box, size, frame)
-        hidden = [sum(overlap(p, label) for label in taken) for p in places]
-        if min(hidden) > 0:  # no room beside the box: anywhere
-            places += _grid(size, frame)
-            hidden = [sum(overlap(p, label) for label in taken) for p in places]
-        costs = [
-            (on_labels, sum(overlap(p, b) for b in shown) / (size[0] * size[1]) + _distance(p, box) / size[1])
-            for p, on_labels in zip(places, hidden)
-        ]
-        taken.append(places[min(range(len(places)), key=costs.__getitem__)])
+
+        def cost(at: Rectangle, box: Rectangle = box, size: tuple[float, float] = size) -> tuple[float, float]:
+            hidden = sum(overlap(at, one) for one in shown) / (size[0] * size[1])
+            return sum(overlap(at, label) for label in taken), hidden + _distance(at, box) / size[1]
+
+        best = min(_places(box, size, frame), key=cost)
+        if cost(best)[0] > 0:  # no room beside the box: anywhere
+            best = min([best, *_grid(size, frame)], key=cost)
+        taken.append(best)
     return taken
 
 

@@ -9,26 +9,19 @@ import pytest
 from tools.label_places import overlap, place
 
 
-def test_labels_overlap_neither_each_other_nor_the_frame():
-    for seed in range(20):
-        check(random.Random(seed))
-
-
-def check(draw: random.Random) -> None:
-    frame = (600, 420)
-    boxes, sizes = [], []
+@pytest.mark.parametrize("seed", range(20))
+def test_labels_overlap_neither_each_other_nor_the_frame(seed):
+    draw, frame, boxes, sizes = random.Random(seed), (600, 420), [], []
     for _ in range(draw.randint(1, 14)):
         width, height = draw.uniform(20, 120), draw.uniform(30, 160)
         left, top = draw.uniform(0, frame[0] - width), draw.uniform(0, frame[1] - height)
         boxes.append((left, top, left + width, top + height))
         sizes.append((draw.uniform(60, 200), 30))
     labels = place(boxes, sizes, frame)
-    for n, (label, (width, height)) in enumerate(zip(labels, sizes)):
-        assert label[2] - label[0] == pytest.approx(width)
-        assert label[3] - label[1] == pytest.approx(height)
+    for n, (label, size) in enumerate(zip(labels, sizes)):
+        assert (label[2] - label[0], label[3] - label[1]) == pytest.approx(size)
         assert min(label) >= 0
-        assert label[2] <= frame[0]
-        assert label[3] <= frame[1]
+        assert label[2] <= frame[0] and label[3] <= frame[1]  # noqa: PT018
         assert not any(overlap(label, other) for other in labels[:n])
 
 

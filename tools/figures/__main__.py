@@ -62,11 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
     for name in options.papers:
         if name not in PAPERS:
             parser.error(f"PAPER must be one of {', '.join(PAPERS)}, got {name!r}")
-    names = options.papers or list(PAPERS)
     text, unexplained = "", []
-    for name in names:
-        rows = PAPERS[name].rows()
-        text += f"# {PAPERS[name].TITLE}\n\n{PAPERS[name].CONVENTION}\n\n{markdown(rows)}\n"
+    for paper in [PAPERS[name] for name in options.papers or PAPERS]:
+        rows = paper.rows()
+        text += f"# {paper.TITLE}\n\n{paper.CONVENTION}\n\n{markdown(rows)}\n"
         unexplained += [row.name for row in rows if not row.agrees and not (row.remark or row.reason)]
     print(text)
     if options.markdown is not None:
