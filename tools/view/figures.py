@@ -54,7 +54,7 @@ def _heat(view: View, panel: Any, values: Any, alpha: float = 0.65, cmap: str = 
     panel.imshow(np.asarray(values), cmap=cmap, vmin=0, alpha=alpha, extent=extent, interpolation="nearest")
 
 
-def _picture(view: View, panel: Any, alpha: float = 1) -> None:
+def _picture(view: View, panel: Any, alpha: float | None = None) -> None:
     panel.imshow(view.picture, extent=(0, view.size[1], view.size[0], 0), alpha=alpha)
 
 
