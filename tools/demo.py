@@ -99,10 +99,10 @@ def draw_detections(model: Any, out: Path, count: int = 6) -> str:
     names = model.dataset_meta["classes"]
 
     def detect(file: Path) -> list[Found]:
-        found = inference_detector(model, str(file)).pred_instances
+        seen = inference_detector(model, str(file)).pred_instances
         return [
-            Found(tuple(found.bboxes[n].tolist()), names[int(found.labels[n])], float(found.scores[n]))
-            for n in distinct(found)
+            Found(tuple(seen.bboxes[n].tolist()), names[int(seen.labels[n])], float(seen.scores[n]))
+            for n in distinct(seen)
         ]
 
     objects = known_objects(DATA / "annotations/val.json")

@@ -11,9 +11,11 @@ from PIL import Image, ImageDraw
 
 from tools.label_places import Rectangle, overlap, place
 from tools.lettering import lettering_for
-from tools.picture_sheet import MARGIN, justified, save, sheet
+from tools.picture_sheet import MARGIN, justified, sheet
 from tools.pictures import open_picture
 
+Object = tuple[Rectangle, str]  # box and name
+Known = dict[str, list[Object]]  # by the picture's file name
 COLUMNS, LETTERS, LINE = 3, 22, 5
 RIGHT, WRONG, MISSED = "#15803d", "#c81e1e", "#ffffff"
 
@@ -35,8 +37,8 @@ class Judged:
     missed: list[Rectangle]  # boxes of the other objects
 
 
-def known_objects(annotations: Path) -> dict[str, list[tuple[Rectangle, str]]]:
-    """Return the boxes and names of a COCO file, keyed by the picture's file name."""
+def known_objects(annotations: Path) -> Known:
+    """Return the boxes and names of a COCO file, by the picture's file name."""
     content = json.loads(annotations.read_text(encoding="utf-8"))
     names = {category["id"]: category["name"] for category in content["categories"]}
     files = {image["id"]: image["file_name"] for image in content["images"]}
@@ -47,10 +49,10 @@ def known_objects(annotations: Path) -> dict[str, list[tuple[Rectangle, str]]]:
     return objects
 
 
-def judge(found: Sequence[Found], objects: Sequence[tuple[Rectangle, str]]) -> Judged:
+def judge(detections: Sequence[Found], objects: Sequence[Object]) -> Judged:
     """Match each detection, by falling score, with the object whose IoU with it is above one half."""
     free, pairs = list(objects), []
-    for one in sorted(found, key=lambda one: -one.score):
+    for one in sorted(detections, key=lambda one: -one.score):
         shares = [_share(one.box, box) for box, _ in free]
         best = max(range(len(free)), key=shares.__getitem__, default=-1)
         pairs.append((one, free.pop(best)[1] if best >= 0 and shares[best] > 0.5 else None))
@@ -58,17 +60,9 @@ def judge(found: Sequence[Found], objects: Sequence[tuple[Rectangle, str]]) -> J
 
 
 def draw(
-    files: Sequence[Path],
-    detect: Callable[[Path], list[Found]],
-    objects: dict[str, list[tuple[Rectangle, str]]],
-    threshold: float,
-    out: Path,
+    files: Sequence[Path], detect: Callable[[Path], list[Found]], objects: Known, threshold: float, out: Path
 ) -> str:
-    """Save the pictures with the detections whose score is at least ``threshold``.
-
-    Returns:
-        The caption of the picture.
-    """
+    """Save the pictures with the detections whose score is at least ``threshold``; return the caption below them."""
     judged = [
         judge([one for one in detect(file) if one.score >= threshold], objects.get(file.name, [])) for file in files
     ]
@@ -76,21 +70,21 @@ def draw(
     pictures = [open_picture(file) for file in files]
     places = justified([picture.size for picture in pictures], COLUMNS)
     page = sheet(places, caption)
-    for picture, each, (left, top, width, height) in zip(pictures, judged, places):
+    for picture, marks, (left, top, width, height) in zip(pictures, judged, places):
         scale = width / picture.width
         panel = picture.resize((width, height), Image.Resampling.BICUBIC)
-        _annotate(panel, each, scale)
+        _annotate(panel, marks, scale)
         page.paste(panel, (MARGIN + left, MARGIN + top))
-    save(page, out)
+    page.save(out, optimize=True)
     return caption
 
 
 def summary(judged: Sequence[Judged], threshold: float) -> str:
     """Return one line that counts the objects found and explains the colours."""
-    pairs = [pair for each in judged for pair in each.pairs]
+    pairs = [pair for marks in judged for pair in marks.pairs]
     hits = sum(name is not None for _, name in pairs)
     right = sum(one.name == name for one, name in pairs)
-    missed = sum(len(each.missed) for each in judged)
+    missed = sum(len(marks.missed) for marks in judged)
     return (
         f"Found from a score of {threshold:g} on: {hits} of {hits + missed} objects. Green: {right} named right. "
         f"Red: {len(pairs) - right} wrong, with what it is in brackets. Dashed: {missed} missed."
@@ -104,12 +98,11 @@ def _annotate(panel: Image.Image, judged: Judged, scale: float) -> None:
     missed = [_scaled(box, scale, frame) for box in judged.missed]
     for box in missed:
         _dashed(pen, box)
-    boxes = [_scaled(one.box, scale, frame) for one, _ in judged.pairs]
-    texts = [
-        f"{one.name} {one.score:.2f}" + ("" if one.name == name else f" ({name or 'nothing'})")
-        for one, name in judged.pairs
-    ]
-    colours = [RIGHT if one.name == name else WRONG for one, name in judged.pairs]
+    boxes, texts, colours = [], [], []
+    for one, name in judged.pairs:
+        boxes.append(_scaled(one.box, scale, frame))
+        texts.append(f"{one.name} {one.score:.2f}" + ("" if one.name == name else f" ({name or 'nothing'})"))
+        colours.append(RIGHT if one.name == name else WRONG)
     lettering = lettering_for("".join(texts))
     sizes = [(lettering.length(text, LETTERS) + 10, LETTERS + 8.0) for text in texts]
     for box, colour in zip(boxes, colours):

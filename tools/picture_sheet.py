@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from PIL import Image, ImageDraw
 
@@ -62,8 +61,3 @@ def _write(picture: Image.Image, at: tuple[float, float], text: str, size: int, 
     lettering = lettering_for(text)
     text, size = lettering.fitted(text, size, 12, width)
     ImageDraw.Draw(picture).text(at, text, INK, lettering.font(size), anchor="lm")
-
-
-def save(picture: Image.Image, out: Path) -> None:
-    """Write a PNG."""
-    picture.save(out, optimize=True)

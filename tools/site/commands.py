@@ -16,13 +16,13 @@ PACKAGE = ("attn_plugins", "-h")
 
 def commands() -> list[str]:
     """Return every ``python -m`` name of ``tools/`` that parses arguments, sorted."""
-    found = []
+    modules = []
     for file in (ROOT / "tools").rglob("*.py"):
         names = {node.id for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Name)}
         if "__name__" in names:  # commands, not libraries
             parts = file.relative_to(ROOT).with_suffix("").parts
-            found.append(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
-    return sorted(found)
+            modules.append(".".join(parts[:-1] if parts[-1] == "__main__" else parts))
+    return sorted(modules)
 
 
 def help_of(command: str) -> str:

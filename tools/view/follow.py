@@ -18,7 +18,6 @@ from PIL import Image, ImageDraw
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.common.capture import Captured, remember_calls
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
-from tools import picture_sheet
 from tools.files import write
 from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
 from tools.pictures import open_picture
@@ -59,20 +58,20 @@ def follow(layers: Sequence[Captured], query: np.ndarray, image: tuple[int, int]
     return points
 
 
-def distinct(found: Any) -> list[int]:
+def distinct(detections: Any) -> list[int]:
     """Return the detections by falling score, without overlapping ones of any class (non-maximum suppression)."""
-    boxes, kept = found.bboxes.tolist(), list[int]()
-    for n in found.scores.argsort(descending=True).tolist():
+    boxes, kept = detections.bboxes.tolist(), list[int]()
+    for n in detections.scores.argsort(descending=True).tolist():
         y, x = (boxes[n][1] + boxes[n][3]) / 2, (boxes[n][0] + boxes[n][2]) / 2
         if not any(boxes[k][0] <= x <= boxes[k][2] and boxes[k][1] <= y <= boxes[k][3] for k in kept):
             kept.append(n)
     return kept
 
 
-def default_queries(found: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
+def default_queries(detections: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
     """Return the centres of the detections with the highest scores, padded with points spread over the picture."""
     height, width = image
-    boxes = [found.bboxes[n].tolist() for n in distinct(found)]
+    boxes = [detections.bboxes[n].tolist() for n in distinct(detections)]
     spread = [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
     centres = [(round((top + bottom) / 2), round((left + right) / 2)) for left, top, right, bottom in boxes]
     return (centres + spread)[:count]
@@ -96,7 +95,7 @@ def draw(
     for panel, text, (left, top, width, _) in zip(panels, titles, places):
         title(page, (MARGIN + left, MARGIN + top - TITLE_HEIGHT), text, width)
         page.paste(panel, (MARGIN + left, MARGIN + top))
-    write(out, lambda partial: picture_sheet.save(page, partial))
+    write(out, lambda partial: page.save(partial, optimize=True))
     return caption
 
 
