@@ -240,8 +240,10 @@ def _draw(model: Any) -> None:
     logger = MMLogger.get_current_instance()
     level = logger.level
     logger.setLevel("WARNING")  # it logs every parameter
-    model.init_weights()
-    logger.setLevel(level)
+    try:
+        model.init_weights()
+    finally:
+        logger.setLevel(level)
 
 
 def open_input(model: Any, file: Path, name: str) -> list[Image.Image]:

@@ -68,7 +68,8 @@ class Rollout(Maps):
     @torch.no_grad()
     def weights(self) -> Tensor:
         """Return (B, T, T): row t is the share of every input token in token t."""
-        product = one = torch.eye(self.layers[0].x.shape[1])
+        x = self.layers[0].x
+        product = one = torch.eye(x.shape[1], device=x.device)
         for layer in self.layers:
             mixed = layer.weights().float().mean(1) + one
             product = mixed / mixed.sum(-1, keepdim=True) @ product
