@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,21 +22,36 @@ from .maps import CLS, Handle, Keep, Maps, Query, Weights
 
 @dataclass(kw_only=True)
 class Patches(Maps):
-    """An attention layer of a vision transformer."""
+    """An attention layer of a vision transformer, or the rollout of all (Abnar and Zuidema 2020, section 3).
+
+    A rollout is the product of all layers' weights: for every layer, heads are averaged, the identity is added, rows
+    are normalised to a sum of 1, and the matrix is multiplied from the left with that of the layers before.
+    """
 
     layer: Any
     given: dict[str, Any]  # further arguments of its forward
     x: Tensor  # its input, (B, T, C)
+    layers: Sequence[Patches] = ()  # of a rollout, from the first to the last
     mean_first = True
 
     @torch.no_grad()
     def weights(self, x: Tensor | None = None) -> Tensor:
         """Return the weights (B, M, T, T) as the layer used them, or for another input."""
+        if self.layers:
+            one = torch.eye(self.x.shape[1], device=self.x.device)
+            return self._rolled(one) if x is None else torch.ones_like(one)[None, None]  # all tokens are keys
         x = self.x if x is None else x
         if self.part:
             return softmax_over_keys(self.layer.token_logits(x, **self.given)[self.part])
         weigh = getattr(self.layer, "token_weights", None) or partial(stock_weights, self.layer)
         return weigh(x, **self.given)
+
+    def _rolled(self, one: Tensor) -> Tensor:
+        product = one
+        for layer in self.layers:
+            mixed = layer.weights().float().mean(1, keepdim=True) + one
+            product = mixed / mixed.sum(-1, keepdim=True) @ product
+        return product
 
     def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
         """See :meth:`.Maps.weigh`."""
@@ -52,33 +67,6 @@ class Patches(Maps):
     def terms(self) -> tuple[Any, Iterable[str]]:
         """See :meth:`.Maps.terms`."""
         return self.layer, self.layer.token_logits(self.x, **self.given) if hasattr(self.layer, "token_logits") else ()
-
-
-@dataclass(kw_only=True)
-class Rollout(Maps):
-    """Attention rollout (Abnar and Zuidema 2020, section 3): the product of all layers' weights and residuals.
-
-    For every layer, heads are averaged, the identity is added, rows are normalised to a sum of 1, and the matrix is
-    multiplied from the left with that of the layers before.
-    """
-
-    layers: Sequence[Patches]  # from the first to the last
-    rolled: bool = True
-
-    @torch.no_grad()
-    def weights(self) -> Tensor:
-        """Return (B, T, T): row t is the share of every input token in token t."""
-        x = self.layers[0].x
-        product = one = torch.eye(x.shape[1], device=x.device)
-        for layer in self.layers:
-            mixed = layer.weights().float().mean(1) + one
-            product = mixed / mixed.sum(-1, keepdim=True) @ product
-        return product
-
-    def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
-        """See :meth:`.Maps.weigh`; all tokens are keys."""
-        T = self.layers[0].x.shape[1]
-        return self.layers[0].rows(torch.ones(1, T, T) if blank else self.weights()[:1], queries)
 
 
 def vision_transformers(model: nn.Module) -> dict[str, Any]:
@@ -179,6 +167,6 @@ def rollouts(model: nn.Module, captured: dict[str, Any]) -> dict[str, Maps]:
         layers = [captured[name] for (name,) in own if name in captured]
         if not layers:
             raise ValueError(f"--rollout needs a vision transformer that runs, and {start or 'the model'} did not")
-        name, last = path(start, "rollout"), layers[-1]
-        rolled[name] = Rollout(name=name, size=last.size, prefix=last.prefix, layers=layers)
+        name = path(start, "rollout")
+        rolled[name] = replace(layers[-1], name=name, rolled=True, layer=None, layers=layers)
     return rolled
