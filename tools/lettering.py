@@ -19,11 +19,7 @@ MISSING = "\uffff"  # in no font
 
 
 class Lettering:
-    """One font at any size.
-
-    Args:
-        file: Font file; None: Pillow's own font.
-    """
+    """One font at any size, of a file, or Pillow's own."""
 
     def __init__(self, file: str | None = None) -> None:
         self.file = file

@@ -14,16 +14,10 @@ ROOT, RECORD = Path("work_dirs/attention"), "shown.json"
 
 
 def own_folder(model: str, arguments: Sequence[str], checkpoint: Path | None, image: Path) -> Path:
-    """Create the folder of a model and a picture, which no other pair shares, with a record of both.
+    """Create the folder of a model with its ``KEY=VALUE`` arguments and a picture, with a record of both.
 
     The folder is ``work_dirs/attention/MODEL/PICTURE``; the checkpoint's folder and name follow the model's. A number
-    is appended if the folder belongs to another pair with equal names from other folders.
-
-    Args:
-        model: timm's name, or a config.
-        arguments: Arguments of the model, ``KEY=VALUE``.
-        checkpoint: Its weights, if any.
-        image: The picture's file.
+    is appended if it belongs to another pair with equal names from other folders.
     """
     made: dict[str, Any] = dict(model=model, model_args=list(arguments), image=str(image.resolve()))
     made["checkpoint"] = None if checkpoint is None else str(checkpoint.resolve())

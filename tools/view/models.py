@@ -294,9 +294,9 @@ def view_timm(
         try:
             model(x.unsqueeze(0) if clip else x)
         except AssertionError as error:  # raised by timm for a wrong size
-            what = "frames" if clip else "an input"
-            more = "whole number of patches" if clip else "size"
-            pad = "" if clip else " --model-args dynamic_img_pad=true"
+            what, more, pad = "an input", "size", " --model-args dynamic_img_pad=true"
+            if clip:
+                what, more, pad = "frames", "whole number of patches", ""
             raise ViewError(
                 f"{type(model).__name__} does not accept {what} of {H}×{W} pixels: {one_line(error)} "
                 f"With --model-args dynamic_img_size=true{pad} it accepts any {more}"

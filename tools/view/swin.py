@@ -52,11 +52,7 @@ def swins(model: nn.Module) -> dict[str, str]:
 
 
 class StockWindows:
-    """A block's attention with the interface that :class:`attn_plugins.modules.common.capture.Captured` expects.
-
-    Args:
-        block: timm's block, of either version.
-    """
+    """The attention of timm's block, of either version, as attn_plugins.modules.common.capture.Captured expects it."""
 
     map_axes = slice(1, 3)  # of an input
 
