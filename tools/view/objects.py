@@ -55,17 +55,11 @@ class Objects:
 @contextmanager
 def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
     """Record the output of the model's head under ``"output"``: classes, and boxes or masks."""
-    seen: dict[str, Any] = {}
-    heads = [getattr(model, name) for name in HEADS if isinstance(getattr(model, name, None), nn.Module)]
-    if not heads:
+    head = next((part for name in HEADS if isinstance(part := getattr(model, name, None), nn.Module)), None)
+    if head is None:
         raise ValueError(f"a model with object queries must have one of {', '.join(HEADS)}, got {type(model).__name__}")
-    head = heads[0]
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        seen["output"] = output
-
-    handle = head.register_forward_hook(keep)
-    seen["sigmoid"] = bool(getattr(getattr(head, "loss_cls", None), "use_sigmoid", False))
+    seen: dict[str, Any] = dict(sigmoid=bool(getattr(getattr(head, "loss_cls", None), "use_sigmoid", False)))
+    handle = head.register_forward_hook(lambda _, inputs, output: seen.update(output=output))
     try:
         yield seen
     finally:
