@@ -16,6 +16,7 @@ from torch import Tensor
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
+from ..common.tuned import tuned
 from .operands import Options, Terms
 from .torch import band_reach
 
@@ -106,7 +107,8 @@ class Call:
         self.segments = None if ids is None else ids.contiguous()
         period = 1 if ids is None else ids.shape[0]
         self.numbers = (self.M, self.T, self.S, self.K, left, start, period, float(options.scale))
-        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
+        self.arithmetic, self.device = _arithmetic(terms.value), terms.value.device
+        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[self.arithmetic]
         self.constants = dict(
             D=self.d,
             DV=self.dv,
@@ -120,7 +122,10 @@ class Call:
     @property
     def tiles(self) -> tuple[Tile, ...]:
         """Of the forward, of queries' gradients, of keys', of position logits'."""
-        return self.of_widths[next(width for width in self.of_widths if max(self.d, self.dv) <= width)]
+        width = next(width for width in self.of_widths if max(self.d, self.dv) <= width)
+        name = f"sequence_attention/{self.arithmetic}/{width}"
+        named = zip(("forward", "queries", "keys", "position"), self.of_widths[width])
+        return tuple(tuned(f"{name}/{part}", self.device, tile) for part, tile in named)
 
     def run(
         self,

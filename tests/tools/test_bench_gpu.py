@@ -1,0 +1,107 @@
+"""The plan for a rented GPU: its steps exist, results are kept and resumed, and choices reach the kernels."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from attn_plugins.ops.common import tuned
+from tools.bench import gpu, plan, worker
+from tools.bench.__main__ import main
+from tools.bench.cases import variants
+
+STEPS = [(number, step) for number, steps in plan.read()["calls"].items() for step in steps]
+
+
+@pytest.mark.parametrize("number, step", [each for each in STEPS if "tests" not in each[1]])
+def test_steps_up_to_the_first_launch(number, step):
+    """Rows exist, and candidates change what is launched."""
+    pytest.importorskip("timm")
+    pytest.importorskip("triton")
+    assert list(gpu.walk(step))
+
+
+@pytest.mark.slow
+def test_a_dry_run_of_the_first_call(capsys):
+    """With the tests that it names."""
+    assert main(["gpu", "1", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"1, {step['name']}: " in printed for step in plan.read()["calls"][1])
+
+
+def row(name, ours, **peers):
+    measured = {title: {"min": least} if least else {"error": "x"} for title, least in peers.items()}
+    return {"case": f"{name}: halves: c", "ours": {"min": ours}, "peers": measured}
+
+
+def test_the_best_variant_over_all_rows_is_what_kernels_read(tmp_path, monkeypatch):
+    forward, keys = "sequence_attention/half/64/forward", "sequence_attention/half/64/keys"
+    rows = [
+        row(forward, 1.0, **{"32×32×4×2": 0.5, "64×64×4×3": 0.8, "64×64×4×4": 0.6}),
+        row(forward, 1.0, **{"32×32×4×2": None, "64×64×4×3": 0.9, "64×64×4×4": 1.4}),
+        row(keys, 1.0, **{"32×32×4×2": 0.99}),
+        row("ATTN_PLUGINS_SCATTER", 1.0, **{"1": 0.5}),
+        {"case": f"{keys}: halves: d", "error": "x"},
+    ]
+    chosen = gpu.choose(rows)
+    assert chosen == {forward: (64, 64, 4, 3)}
+    file = tmp_path / "tuned.json"
+    file.write_text(json.dumps({"9.0": {keys: 1}, "8.0": {forward: [1, 1, 1, 1]}}))
+    gpu.store(file, "9.0", chosen)
+    monkeypatch.setattr(tuned, "FILE", file)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    tuned._measured.cache_clear()
+    default = (1, 2, 3, 4)
+    device = torch.device("cuda", 0)
+    assert tuned.tuned(forward, device, default) == (64, 64, 4, 3)
+    assert tuned.tuned(keys, device, 5) == 1
+    assert tuned.tuned("other", device, default) == tuned.tuned(forward, torch.device("cpu"), default) == default
+    tuned._measured.cache_clear()
+
+
+def test_a_variant_with_other_results_cannot_run(monkeypatch):
+    monkeypatch.setattr(variants, "forced", lambda run, name: run)
+    made = variants.ours_with("n", 2, lambda: lambda: torch.ones(3) * tuned.tuned("n", torch.device("cpu"), 1), 1e-3)
+    with pytest.raises(RuntimeError, match="the results differ by 1"):
+        made()
+    made = variants.ours_with("n", 2, lambda: lambda: torch.ones(3) * tuned.tuned("m", torch.device("cpu"), 1), 1e-3)
+    assert made()().tolist() == [1, 1, 1]
+
+
+def test_a_call_keeps_what_is_done_and_ends_in_time(tmp_path, monkeypatch):
+    steps = [
+        dict(name="good", run="echo 1"),
+        dict(name="bad", run="false"),
+        dict(name="long", run="sleep 60", seconds=20),
+    ]
+    monkeypatch.setattr(plan, "read", lambda: {"calls": {1: steps}})
+    monkeypatch.setattr(gpu, "ROW_SECONDS", 1)
+    assert gpu.Call(1, tmp_path, time.time() + 3).carry_out() == 1
+    lines = worker.read(tmp_path / "done.jsonl")
+    assert [(line["step"], line["status"]) for line in lines] == [("good", 0), ("bad", 1), ("long", -9)]
+    assert lines[0]["last"] == ["1"]
+    assert gpu.Call(1, tmp_path, time.time() + 3).carry_out() == 0
+    assert worker.read(tmp_path / "done.jsonl") == lines
+    (tmp_path / "done.jsonl").unlink()
+    assert gpu.Call(1, tmp_path, time.time()).carry_out() == 1
+    assert not (tmp_path / "done.jsonl").exists()
+
+
+def test_kernels_of_a_row(tmp_path):
+    gpu.profile("a title", "calls", "^window.*forward", "cpu", str(tmp_path / "kernels.jsonl"))
+    (line,) = worker.read(tmp_path / "kernels.jsonl")
+    assert line["row"] == "window_attention, 1 thread, forward"
+    names = [name for name, count, microseconds in line["kernels"] if count >= 1 and microseconds > 0]
+    assert any("window" in name for name in names)
+
+
+@pytest.mark.parametrize("arguments, message", [([], "name a call"), (["5"], "invalid choice"), (["1"], "--dry-run")])
+def test_bad_options(arguments, message, capsys):
+    if arguments == ["1"] and torch.cuda.is_available():
+        pytest.skip("there is a device")
+    with pytest.raises(SystemExit):
+        main(["gpu", *arguments])
+    assert message in capsys.readouterr().err
