@@ -6,7 +6,7 @@ import pytest
 
 from tools.bench import cases, results, table
 from tools.bench.cases.end_to_end import MODELS
-from tools.bench.summary import summarize
+from tools.bench.summary import compared, summarize
 
 BEGIN, END = "<!-- benchmark all: begin -->", "<!-- benchmark all: end -->"
 
@@ -54,18 +54,16 @@ def test_all_rows_are_there(tmp_path):
 
 
 def made_up_gpu(folder, how="graph"):
-    """Write a file of the GPU's rows as version 0.2.0 wrote them."""
-    rows = []
+    """Write a file of the GPU's rows."""
+    found = {"memory": 2**20, "how": how}
+    rows = [dict(room="modules", case="Lost, float32, forward", error="took too long")]
     for name in table.GPU_SHORT.values():
+        room, case = name.split(": ", 1)
         for number, each in enumerate(("forward", "forward+backward")):
-            entries = {
-                "ours": summarize([1e-3]) | dict(memory=2**20, how="graph"),
-                "ours, by torch": summarize([5e-4]) | dict(memory=2**20, how="graph"),
-                "slow": summarize([9e-3]) | dict(memory=2**22, how="graph"),
-                "fast": summarize([(2 - number * 1.1) * 1e-3]) | dict(memory=2**21, how=how),
-            }
-            rows.append(dict(end=f"{name}, {each}", part=name.split(":")[0], row=dict(entries=entries, errors={})))
-    rows.append(dict(end="modules: Lost, float32, forward", row=dict(error="took too long")))
+            peers = {"slow": summarize([9e-3]) | found, "fast": summarize([(2 - number * 1.1) * 1e-3]) | found}
+            ours, memory = summarize([1e-3]) | found, dict(memory=2**21)
+            row = compared(f"{case}, {each}", ours, {**peers, "fast": peers["fast"] | memory})
+            rows.append(row | dict(room=room, loaded=False))
     machine = dict(gpu="Made Up", torch="2.11.0", cuda="13.0", triton="3.6.0", date="2030-01-02")
     (folder / f"{table.GPU}.json").write_text(results.dump(dict(format=2, machine=machine, rows=rows)))
 
@@ -81,7 +79,7 @@ def test_rows_of_the_gpu(tmp_path):
     made_up_gpu(tmp_path, how="events, with the host's time: no graph (it waits)")
     assert "1 ms, **2.0×**†" in table.generate(tmp_path, "gpu_short")
     file = tmp_path / f"{table.GPU}.json"
-    file.write_text(file.read_text().replace("criss_cross: operator", "criss_cross: other"))
+    file.write_text(file.read_text().replace("operator and projections", "other"))
     with pytest.raises(ValueError, match="has no row 'criss_cross: operator and projections"):
         table.generate(tmp_path, "gpu_short")
 

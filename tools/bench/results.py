@@ -16,8 +16,6 @@ from typing import Any
 
 from tools.files import write_text
 
-from .summary import compared
-
 FORMAT = 2
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -57,21 +55,4 @@ def read(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     data = json.loads(path.read_text(encoding="utf-8"))
-    if data.get("format") != FORMAT:
-        return None
-    return data | {"rows": [_of_version_0_2(row) if "end" in row else row for row in data["rows"]]}
-
-
-def _of_version_0_2(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a row that the GPU's measurement of version 0.2.0 wrote in the present form."""
-    room, _, case = entry["end"].partition(": ")
-    row = entry["row"]
-    if "entries" not in row:
-        return {"room": room, "case": case, "error": row.get("error", "?")}
-    own = {name: each for name, each in row["entries"].items() if name.startswith("ours, ")}
-    peers = {name: each for name, each in row["entries"].items() if not name.startswith("ours")}
-    errors = {name: {"error": why} for name, why in row["errors"].items() if not name.startswith("ours")}
-    kept = ("goal", "kind", "served_by", "refusals", "differences", "work")
-    facts = {key: row[key] for key in kept if key in row} | dict(room=room, loaded=False, attempts=1)
-    facts["backends"] = {name.removeprefix("ours, ").removeprefix("by "): each for name, each in own.items()}
-    return compared(case, row["entries"]["ours"], peers | errors, **facts)
+    return data if data.get("format") == FORMAT else None

@@ -45,6 +45,10 @@ SHORT, GPU_SHORT = _TABLES["short"], _TABLES["gpu_short"]
 GPU = "gpu-h100"
 COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
+READING = (
+    "×: the better peer's best time over ours, in bold from 1.05× on.",
+    "Memory: peak extra bytes of ours over that peer's, in both passes.",
+)
 # Descriptions of backends for readers.
 BACKENDS = {
     "cpu": "C++ kernels",
@@ -72,23 +76,21 @@ class Rows:
             self.missing[name] = None
         return self._files[name]
 
-    def find(self, file: str, case: str) -> Mapping[str, Any] | None:
-        """Return a row, or None if its file is missing.
+    def of(self, entry: Entry) -> list[Mapping[str, Any] | None]:
+        """Return the rows of both passes; None for each if the file is missing, and for one that a GPU did not run.
 
         Raises:
             ValueError: the file has no such row.
         """
-        data = self.file(file)
-        for row in data["rows"] if data else ():
-            if row["case"] == case:
-                return row
-        if data is not None:
-            raise ValueError(f"{self._folder / file}.json has no row {case!r}, which a page shows")
-        return None
-
-    def of(self, entry: Entry) -> list[Mapping[str, Any] | None]:
-        """Return the rows of both passes."""
-        return [self.find(entry.file, f"{entry.case}, {each}") for each in entry.passes]
+        data = self.file(entry.file)
+        if data is None:
+            return [None, None]
+        rows = [row for row in data["rows"] if "error" not in row]
+        by_name = {f"{row['room']}: {row['case']}" if entry.file == GPU else row["case"]: row for row in rows}
+        found = [by_name.get(f"{entry.case}, {each}") for each in entry.passes]
+        if not (any(found) if entry.file == GPU else all(found)):
+            raise ValueError(f"{self._folder / entry.file}.json has no row {entry.case!r}, which a page shows")
+        return found
 
 
 def everything(rows: Rows) -> list[str]:
@@ -115,34 +117,20 @@ def gpu(rows: Rows) -> list[str]:
     """Return all rows of the GPU."""
     data = rows.file(GPU)
     measured = [f"{row['room']}: {row['case']}" for row in data["rows"] if "error" not in row] if data else []
-    names = dict.fromkeys(name.rsplit(", ", 1)[0] for name in measured)
-    return gpu_lines(rows, {name: name for name in names})
+    return gpu_lines(rows, {name: name for name in (each.rsplit(", ", 1)[0] for each in measured)})
 
 
 def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
-    """Return the table of the GPU's rows by title, and its legend.
-
-    Raises:
-        ValueError: the file has no such row.
-    """
+    """Return the table of the GPU's rows by title, and its legend."""
     data = rows.file(GPU)
     if data is None:
         return unmeasured(rows)
-    by_name = {f"{row['room']}: {row['case']}": row for row in data["rows"] if "error" not in row}
-    lines = ["| operator or module | peers | forward | forward+backward | memory |", "| --- " * 5 + "|"]
-    for title, name in names.items():
-        both = [by_name.get(f"{name}, {each}") for each in ("forward", "forward+backward")]
-        if not any(both):
-            raise ValueError(f"{GPU}.json has no row {name!r}, which a page shows")
-        lines.append(row_line(title, both))
     machine = data["machine"]
     return [
-        *lines,
-        "",
+        *rows_table(rows, [Entry(title, GPU, name) for title, name in names.items()], "operator or module"),
         f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
-        "×: the better peer's best time over ours, in bold from 1.05× on.",
-        "Memory: peak extra bytes of ours over that peer's, in both passes.",
+        *READING,
         "† the peer synchronizes with the host and is host-bound, or its time is noisy.",
         "",
     ]
@@ -168,7 +156,7 @@ def generate(folder: Path, table: str) -> str:
 def rows_table(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str] | None = None) -> list[str]:
     """Return a table of the measured rows; empty if there are none."""
     both = [(entry.title, rows.of(entry)) for entry in entries]
-    body = [row_line(title, found) for title, found in both if all(found)]
+    body = [row_line(title, found) for title, found in both if any(found)]
     head = [f"| {title} | peers | {' | '.join(passes or entries[0].passes)} | memory |", "| --- " * 5 + "|"]
     return [*head, *body, ""] if body else []
 
@@ -210,8 +198,7 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
         when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
         where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
         yield f"Best times of ours, float32{where}."
-        yield "×: the better peer's best time over ours, in bold from 1.05× on."
-        yield "Memory: peak extra bytes of ours over that peer's, in both passes."
+        yield from READING
         if any(row["noisy"] or row["loaded"] for row in shown):
             yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
         yield ""
