@@ -26,6 +26,8 @@ from pathlib import Path
 
 import torch
 
+from tools.machine import machine
+
 from . import cases, load, report, results, run
 from .timing import Settings
 from .worker import Job
@@ -120,6 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) -> int:
     """Measure the rows of one file, print their page, and write it with its JSON."""
+    gpu = options.device == "cuda"
     before = load.wait_until_quiet(options.wait)
     if (before or 0) > load.LOADED:
         print(f"other processes use {load.words(before)}: these rows are not for publication")
@@ -146,7 +149,7 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
             "benchmark": file.removesuffix(f"-{options.device}"),
             "device": options.device,
             "command": results.command_line("python -m tools.bench", options.names, options, SHOWN),
-            "machine": report.machine(options.device, (*report.PEERS, *(ON_CUDA if options.device == "cuda" else ()))),
+            "machine": machine((*report.PACKAGES, *ON_CUDA * gpu), options.threads, gpu),
             "load": {"before": before, "after": load.sample()},
             **{key: line[key] for line in lines for key in ("ceilings",) if key in line},
             "rows": rows,

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import re
 from collections.abc import Mapping, Sequence
-from datetime import date
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from .load import LOADED, words
 from .summary import NOISY
 
-PACKAGES = ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins")
-PEERS = ("onedl-mmdetection", "onedl-mmsegmentation", "fairseq-fixed")
+PACKAGES = (
+    "torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins", "onedl-mmdetection", "onedl-mmsegmentation",
+    "fairseq-fixed",
+)  # fmt: skip
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
@@ -32,28 +26,6 @@ turns, with the same random weights (offsets and gates at their start, zero), af
 minimum of stock over ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other
 processes used more than {LOADED} CPUs meanwhile."""
 MISMATCH = {"bfloat16": 8e-2, "float16": 2e-2, "TF32": 1e-2, "float32": 1e-3}  # of another backend's result
-
-
-def machine(device: str, more: Sequence[str] = ()) -> dict[str, str]:
-    """Return the conditions of a run: CPU or GPU, date, versions of ``PACKAGES`` and of ``more``."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (model := re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE)):
-        name = model[1].strip()
-    facts = {
-        "date": date.today().isoformat(),
-        "cpu": f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
-        "python": platform.python_version(),
-    }
-    if device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["cuda"] = str(torch.version.cuda)
-    for package in (*PACKAGES, *more):
-        try:
-            facts[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return facts
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-from tools.bench.report import machine
 from tools.files import write_text
+from tools.machine import machine
 
 HERE = Path(__file__).parent
+PACKAGES = ("torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins")
 PAGE = HERE.parents[1] / "benchmarks/other-suites.md"
 STOCK, OURS = "fails without us as well", "ours"
 
@@ -171,7 +172,7 @@ def _page(lines: Sequence[str], notes: Sequence[str], sources: dict[str, Path]) 
     return "\n".join([
         "# Other projects' tests on our classes", "",
         f"`make strangers {' '.join(f'{name.upper()}=path' for name in sources)}`, with the sources of {stated}.", "",
-        ", ".join(f"{name} {value}" for name, value in machine("cpu").items()), "",
+        ", ".join(f"{name} {value}" for name, value in machine(PACKAGES, 1).items()), "",
         "| suite | passed | failed | without us as well | explained below | ours | skipped |",
         "| --- | --- | --- | --- | --- | --- | --- |", *lines, "",
         *(["Failures:", "", *notes, ""] if notes else ()),

@@ -1,19 +1,16 @@
-"""Commands of the studies, each on one thread with its CPU time, and the machine they run on."""
+"""Commands of the studies, each on one thread with its CPU time."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import re
 import resource
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -103,20 +100,3 @@ def fairseq_log(file: Path) -> tuple[int, list[dict[str, Any]]]:
     counts = re.findall(r"num\. (?:shared|expert) model params: ([\d,]+)", text)
     rows = [json.loads(row) for row in re.findall(r"\{\"epoch\".*\}", text)]
     return sum(int(count.replace(",", "")) for count in counts), rows
-
-
-def facts(*modules: str) -> dict[str, str]:
-    """Return the date, the machine, and the versions of torch, of ours and of the packages of ``modules``."""
-    cpu = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = re.findall(r"^model name\s*:\s*(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        cpu = names[0] if names else cpu
-    lines = {
-        "date": date.today().isoformat(),
-        "cpu": f"{cpu}, {os.cpu_count()} cores, 1 thread",
-        "python": platform.python_version(),
-    }
-    packages = importlib.metadata.packages_distributions()
-    for package in ("torch", "attn-plugins", *(packages[module][0] for module in modules if module in packages)):
-        lines[package] = importlib.metadata.version(package)
-    return lines

@@ -63,15 +63,17 @@ document's figures, and one that is not seen does not refute them.
 class Record:
     """A study that tests claims: an entry of ``studies`` in ``findings.yaml``.
 
-    Its keys are ``data``, in words; ``file`` in ``benchmarks``; ``minutes`` of one core; ``sample``, ``value`` and
-    ``factor``, which read samples from the results, or ``samples``, which are those of a page; ``steps`` with the file
-    that marks one as made; ``product``, which the last step writes, or else the ``page`` of a study that was measured
-    by hand; ``needed`` samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each
-    other, so that they resume from ``file`` on another machine.
+    Its keys are ``data``, in words; ``file`` in ``benchmarks``; ``minutes`` of one core; ``sample`` (by default the
+    setting), ``value`` and ``factor``, which read samples from the results, or ``samples``, which are those of a page;
+    ``steps`` with the file that marks one as made; ``product``, which the last step writes (by default
+    ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was measured by hand; ``needed``
+    samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each other, so that they
+    resume from ``file`` on another machine.
     """
 
     def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
-        self.name, self.content, self.root = name, content, root
+        product = {} if "page" in content else {"product": WORK / name / f"{name}.json"}
+        self.name, self.content, self.root = name, {**product, **content}, root
         self.file = root / BENCHMARKS / content["file"]
 
     @cached_property
@@ -84,7 +86,7 @@ class Record:
             return {name: Sample(tuple(values)) for name, values in content["samples"].items()}
         samples: dict[str, Sample] = {}
         for row in rows(json.loads(self.file.read_text(encoding="utf-8"))):
-            name = content["sample"].format_map(row)
+            name = content.get("sample", "{setting}").format_map(row)
             number = value(row, content["value"]) * content.get("factor", 1)
             before = samples.get(name, Sample(()))
             seeds = (*before.seeds, row["seed"]) if "seed" in row else ()
@@ -162,7 +164,8 @@ def shell(words: str) -> str:
 def load(root: Path = ROOT) -> tuple[dict[str, Record], list[dict[str, Any]]]:
     """Return the studies and the claims."""
     content = yaml.safe_load((FOLDER / "findings.yaml").read_text(encoding="utf-8"))
-    return {name: Record(name, study, root) for name, study in content["studies"].items()}, content["claims"]
+    claims = [{"document": name, **claim} for name, claims in content["claims"].items() for claim in claims]
+    return {name: Record(name, study, root) for name, study in content["studies"].items()}, claims
 
 
 def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
 from tools import need
 from tools.files import write_text
-from tools.study.commands import StudyError, facts, kept
+from tools.machine import machine
+from tools.study.commands import StudyError, kept
 from tools.study.settings import Run, Study
 from tools.study.table import markdown
 
@@ -86,7 +88,9 @@ def finished(study: Study, toolkit: Any, output: Path) -> list[dict[str, Any]]:
 def report(study: Study, toolkit: Any, output: Path) -> str:
     """Write table, figures and raw results of everything finished in ``output``; return the table."""
     results = finished(study, toolkit, output)
-    where = facts(*toolkit.facts) | toolkit.about()
+    names = packages_distributions()
+    packages = ("torch", "attn-plugins", *(names[module][0] for module in toolkit.facts if module in names))
+    where = machine(packages, 1) | toolkit.about()
     content = {"facts": where, "made": getattr(toolkit, "made", {}), "results": results}
     text = markdown(study, results, where, content["made"])
     write_text(output / f"{study.name}.md", text.replace(f"{sys.prefix}/", ""))
