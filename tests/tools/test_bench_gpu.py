@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from attn_plugins.ops.common import tuned
-from tools.bench import gpu, plan, worker
+from tools.bench import gpu, worker
 from tools.bench.__main__ import main
+from tools.bench.case import normal, problem
 from tools.bench.cases import variants
+from tools.bench.cases.halves import attend
 
-STEPS = [(number, step) for number, steps in plan.read()["calls"].items() for step in steps]
+STEPS = [(number, step) for number, steps in variants.plan()["calls"].items() for step in steps]
 
 
 @pytest.mark.parametrize("number, step", [each for each in STEPS if "tests" not in each[1]])
@@ -29,7 +31,7 @@ def test_a_dry_run_of_the_first_call(capsys):
     """With the tests that it names."""
     assert main(["gpu", "1", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"1, {step['name']}: " in printed for step in plan.read()["calls"][1])
+    assert all(f"1, {step['name']}: " in printed for step in variants.plan()["calls"][1])
 
 
 def row(name, ours, **peers):
@@ -62,6 +64,16 @@ def test_the_best_variant_over_all_rows_is_what_kernels_read(tmp_path, monkeypat
     tuned._measured.cache_clear()
 
 
+def test_other_blocks_compute_the_same():
+    """By Triton's interpreter."""
+    pytest.importorskip("triton")
+    shapes = [(1, 2, 40, 16)] * 3 + [(1, 2, 40, 40)]
+    (case,) = problem("c", "cpu", normal(*shapes), lambda: attend, passes=("forward+backward",), kinds=("bfloat16",))
+    for part in ("forward", "queries", "keys"):
+        run = variants.ours_with(f"sequence_attention/half/64/{part}", (32, 16, 4, 1), case.ours, 8e-2)()
+        assert len(run()) == 4
+
+
 def test_a_variant_with_other_results_cannot_run(monkeypatch):
     monkeypatch.setattr(variants, "forced", lambda run, name: run)
     made = variants.ours_with("n", 2, lambda: lambda: torch.ones(3) * tuned.tuned("n", torch.device("cpu"), 1), 1e-3)
@@ -77,7 +89,7 @@ def test_a_call_keeps_what_is_done_and_ends_in_time(tmp_path, monkeypatch):
         dict(name="bad", run="false"),
         dict(name="long", run="sleep 60", seconds=20),
     ]
-    monkeypatch.setattr(plan, "read", lambda: {"calls": {1: steps}})
+    monkeypatch.setattr(variants, "plan", lambda: {"calls": {1: steps}})
     monkeypatch.setattr(gpu, "ROW_SECONDS", 1)
     assert gpu.Call(1, tmp_path, time.time() + 3).carry_out() == 1
     lines = worker.read(tmp_path / "done.jsonl")
@@ -90,12 +102,20 @@ def test_a_call_keeps_what_is_done_and_ends_in_time(tmp_path, monkeypatch):
     assert not (tmp_path / "done.jsonl").exists()
 
 
-def test_kernels_of_a_row(tmp_path):
-    gpu.profile("a title", "calls", "^window.*forward", "cpu", str(tmp_path / "kernels.jsonl"))
+def test_rows_and_kernels_are_appended_and_resumed(tmp_path, monkeypatch, capfd):
+    steps = [
+        dict(name="one row", rows=["calls"], k="window.*forward"),
+        dict(name="kernels", profile={"a title": ["calls", "^window.*forward"]}),
+    ]
+    monkeypatch.setattr(variants, "plan", lambda: {"calls": {1: steps}})
+    for _ in range(2):
+        assert gpu.Call(1, tmp_path, time.time() + 300, "cpu").carry_out() == 0
+    rows = [row for line in worker.read(tmp_path / "one-row.jsonl") for row in line.get("rows", ())]
+    assert [row["case"] for row in rows] == ["window_attention, 1 thread, forward"]
     (line,) = worker.read(tmp_path / "kernels.jsonl")
-    assert line["row"] == "window_attention, 1 thread, forward"
     names = [name for name, count, microseconds in line["kernels"] if count >= 1 and microseconds > 0]
     assert any("window" in name for name in names)
+    assert [line["step"] for line in worker.read(tmp_path / "done.jsonl")] == ["one row", "kernels"]
 
 
 @pytest.mark.parametrize("arguments, message", [([], "name a call"), (["5"], "invalid choice"), (["1"], "--dry-run")])

@@ -32,9 +32,9 @@ from attn_plugins import ops
 from attn_plugins.ops.common import triton_launch, tuned
 from tools.files import write_text
 
-from . import plan, run, worker
+from . import run, worker
 from .case import prepared_on
-from .cases import NAMES, cases
+from .cases import NAMES, cases, variants
 from .cases.variants import SWITCH, candidates, trying
 from .timing import Settings
 
@@ -50,8 +50,8 @@ AS_WITH_A_DEVICE = (
 class Call:
     """One call: its steps, where results go, and when it ends."""
 
-    def __init__(self, number: int, out: Path, end: float) -> None:
-        self.steps, self.out, self.end = plan.read()["calls"][number], out, end
+    def __init__(self, number: int, out: Path, end: float, device: str = "cuda") -> None:
+        self.steps, self.out, self.end, self.device = variants.plan()["calls"][number], out, end, device
 
     def carry_out(self) -> int:
         """Carry out the steps that are not done, and return 1 if one failed or was not finished."""
@@ -98,18 +98,18 @@ class Call:
 
             minutes = (left - ROW_SECONDS) / 60
             options = ["--name", step["name"], "--minutes", f"{minutes:.2f}", "--row-seconds", str(ROW_SECONDS)]
-            status = main(["--device", "cuda", "--out", str(self.out), "--resume", "--wait", "0", *options])
+            status = main(["--device", self.device, "--out", str(self.out), "--resume", "--wait", "0", *options])
             return {"status": status, "over": self.record(step).exists()}  # kept where rows are missing
         until = time.time() + left - ROW_SECONDS
-        variants = step["rows"] == ["variants"]
+        of_blocks = step["rows"] == ["variants"]
         lines = run.measured(
             worker.Job(
-                step["rows"], "cuda", str(self.record(step)), step["k"], details=not variants, until=until,
+                step["rows"], self.device, str(self.record(step)), step["k"], details=not of_blocks, until=until,
                 row_seconds=ROW_SECONDS, settings=vars(Settings(0.4, attempts=1)), every=True,
             )
         )  # fmt: skip
         rows = [row for line in lines for row in line.get("rows", ())]
-        chosen = choose(rows) if variants else {}
+        chosen = choose(rows) if of_blocks else {}
         if chosen:
             capability = ".".join(map(str, torch.cuda.get_device_capability()))
             for file in (tuned.FILE, self.out / tuned.FILE.name):
@@ -126,7 +126,7 @@ class Call:
         begun = {line["workload"] for line in worker.read(self.record(step))}
         for title, (room, pattern) in step["profile"].items():
             if title not in begun:
-                arguments = json.dumps([title, room, pattern, "cuda", str(self.record(step))])
+                arguments = json.dumps([title, room, pattern, self.device, str(self.record(step))])
                 code = "import json, sys; from tools.bench.gpu import profile; profile(*json.loads(sys.argv[1]))"
                 status |= command([sys.executable, "-c", code, arguments], left / len(step["profile"]))["status"]
         return {"status": status}
@@ -167,7 +167,7 @@ def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     ratios.setdefault(name, {}).setdefault(title, []).append(peer["min"] / row["ours"]["min"])
     chosen = {}
     for name, of_name in ratios.items():
-        values = next(dict(candidates(each["values"])) for each in plan.read()["variants"] if name in each["names"])
+        values = next(dict(candidates(each["values"])) for each in variants.plan()["variants"] if name in each["names"])
         means = {title: statistics.geometric_mean(r) for title, r in of_name.items() if len(r) == count[name]}
         best = min(means, key=lambda title: means[title], default=None)
         if best is not None and means[best] < BETTER:
@@ -188,7 +188,7 @@ def profile(title: str, room: str, pattern: str, device: str, record: str) -> No
     """Append the kernels of a row's run, with their numbers and microseconds in a run, to ``record``."""
     from torch.profiler import ProfilerActivity
 
-    (case,) = plan.matching(cases(room, device), pattern)
+    (case,) = variants.matching(cases(room, device), pattern)
     made = case.ours()
     for _ in range(3):
         made()
@@ -227,7 +227,7 @@ def walk(step: dict[str, Any]) -> Iterator[str]:
         yield found["last"][-1]
     elif "profile" in step:
         for title, (room, pattern) in step["profile"].items():
-            (case,) = plan.matching(cases(room, "cuda"), pattern)
+            (case,) = variants.matching(cases(room, "cuda"), pattern)
             yield f"{title}: {case.name}"
     elif step["rows"] == "all":
         yield f"{sum(case.main for name in (*NAMES, 'modules') for case in cases(name, 'cuda'))} rows"
@@ -243,10 +243,10 @@ def walk(step: dict[str, Any]) -> Iterator[str]:
 
 def check_launches(names: set[str]) -> None:
     """Check that the candidates of these names change what is launched, with tensors of the CPU and no launch."""
-    for variant in plan.read()["variants"]:
+    for variant in variants.plan()["variants"]:
         for name in sorted(name for name in names.intersection(variant["names"]) if not name.startswith(SWITCH)):
             for room, pattern in variant["rows"]:
-                for case in plan.matching(cases(room, "cuda"), pattern):
+                for case in variants.matching(cases(room, "cuda"), pattern):
                     with ops.backend(triton_launch.NAME), triton_launch.recorded((9, 0)) as launches:
                         made = prepared_on(case.ours, "cpu")
                         seen = set()
@@ -264,7 +264,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    numbers = list(plan.read()["calls"])
+    numbers = list(variants.plan()["calls"])
     parser.add_argument("call", type=int, nargs="?", choices=numbers, help="1 to 4")
     parser.add_argument("--out", type=Path, default=run.ROOT / "build/gpu", help="folder of results")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="end after this time, default: %(default)s")
@@ -272,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.dry_run:
         for number in [options.call] if options.call else numbers:
-            for step in plan.read()["calls"][number]:
+            for step in variants.plan()["calls"][number]:
                 for line in walk(step):
                     print(f"{number}, {step['name']}: {line}", flush=True)
         return 0

@@ -7,23 +7,43 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import yaml
 from torch.utils import _pytree as pytree
 
 from attn_plugins.ops.common import tuned
 
-from .. import plan
 from ..case import Case, Run
 from ..measure import difference, forced
 from ..report import MISMATCH
 
 SWITCH = "ATTN_PLUGINS_"  # begins the names of variables of the environment that kernels in C++ read
+
+
+@cache
+def plan() -> dict[str, Any]:
+    """Return the plan of half an hour on a GPU: ``calls``, the steps of each call, and ``variants``."""
+    return yaml.safe_load(Path(__file__).parents[1].joinpath("gpu.yaml").read_text(encoding="utf-8"))
+
+
+def matching(cases: Sequence[Case], pattern: str) -> list[Case]:
+    """Return the cases whose names contain a match of ``pattern``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [case for case in cases if re.search(pattern, case.name)]
+    if not found:
+        raise ValueError(f"no row matches {pattern!r}")
+    return found
 
 
 def candidates(values: Any) -> Iterator[tuple[str, Any]]:
@@ -63,9 +83,9 @@ def cases(device: str) -> list[Case]:
     from . import cases as of_room
 
     rows, found = cache(lambda room: of_room(room, device)), []
-    for variant in plan.read()["variants"]:
+    for variant in plan()["variants"]:
         for name, (room, pattern) in itertools.product(variant["names"], variant["rows"]):
-            for case in plan.matching(rows(room), pattern):
+            for case in matching(rows(room), pattern):
                 limit = MISMATCH.get(case.kind, 0.1)
                 peers = {
                     title: ours_with(name, value, case.ours, limit) for title, value in candidates(variant["values"])
