@@ -38,7 +38,8 @@ from .cases import NAMES, cases, variants
 from .cases.variants import SWITCH, candidates, trying
 from .timing import Settings
 
-SECONDS, ROW_SECONDS = 470, 60  # of a call, and of a row, the last of which may start that long before the end
+SECONDS = 470  # of a call
+ROW_SECONDS, VARIANTS_SECONDS = 60, 150  # of a row, which no longer starts so long before the end; kernels are compiled
 TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--all-cases", "--timeout", "60", "-rfE", "-m", "cuda")
 BETTER = 0.97  # of the default's time: what is not faster by more is left as it is
 RUNS = 10  # that are profiled
@@ -100,12 +101,13 @@ class Call:
             options = ["--name", step["name"], "--minutes", f"{minutes:.2f}", "--row-seconds", str(ROW_SECONDS)]
             status = main(["--device", self.device, "--out", str(self.out), "--resume", "--wait", "0", *options])
             return {"status": status, "over": self.record(step).exists()}  # kept where rows are missing
-        until = time.time() + left - ROW_SECONDS
         of_blocks = step["rows"] == ["variants"]
+        row_seconds = VARIANTS_SECONDS if of_blocks else ROW_SECONDS
+        until = time.time() + left - row_seconds
         lines = run.measured(
             worker.Job(
                 step["rows"], self.device, str(self.record(step)), step["k"], details=not of_blocks, until=until,
-                row_seconds=ROW_SECONDS, settings=vars(Settings(0.4, attempts=1)), every=True,
+                row_seconds=row_seconds, settings=vars(Settings(0.4, attempts=1)), every=True,
             )
         )  # fmt: skip
         rows = [row for line in lines for row in line.get("rows", ())]
@@ -138,20 +140,20 @@ def append(file: Path, line: dict[str, Any]) -> None:
 
 
 def command(words: list[str], seconds: float) -> dict[str, Any]:
-    """Run a command in the repository's root for at most ``seconds``, and return its status and its last lines."""
+    """Run a command in the repository's root for ``seconds`` at most; return its status, last lines, and if it ended."""
     path = os.pathsep.join(filter(None, [str(run.ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         words, cwd=run.ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        output = process.communicate(timeout=seconds)[0]
+        output, over = process.communicate(timeout=seconds)[0], False
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        output = f"{process.communicate()[0]}\nended after {seconds:.0f} s"
+        output, over = process.communicate()[0], True
     last = output.splitlines()[-8:]
     print(*last, sep="\n", flush=True)
-    return {"status": process.returncode, "last": last}
+    return {"status": process.returncode, "last": last, "over": over}
 
 
 def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:

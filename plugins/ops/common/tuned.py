@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,15 +34,25 @@ def tuned(name: str, device: torch.device, default: Value) -> Value:
     return getattr(kind, "_make", kind)(value)
 
 
+def tuned_parts(
+    name: str, device: torch.device, parts: Iterable[str], defaults: tuple[Value, ...]
+) -> tuple[Value, ...]:
+    """Return :func:`tuned` of ``NAME/PART`` for each part, or ``defaults`` at once where nothing was measured."""
+    if not (_tried or (device.type == "cuda" and _measured(device.index or 0))):
+        return defaults
+    return tuple(tuned(f"{name}/{part}", device, default) for part, default in zip(parts, defaults))
+
+
 @contextlib.contextmanager
 def trying(name: str, value: Any) -> Iterator[None]:
     """Let :func:`tuned` return ``value`` for ``name``, on any device."""
-    before = _tried.get(name)
+    before = dict(_tried)
     _tried[name] = value
     try:
         yield
     finally:
-        _tried[name] = before
+        _tried.clear()
+        _tried.update(before)
 
 
 @cache

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
-from ..common.tuned import tuned
+from ..common.tuned import tuned_parts
 from .operands import Options, Terms
 from .torch import band_reach
 
@@ -124,8 +124,7 @@ class Call:
         """Of the forward, of queries' gradients, of keys', of position logits'."""
         width = next(width for width in self.of_widths if max(self.d, self.dv) <= width)
         name = f"sequence_attention/{self.arithmetic}/{width}"
-        named = zip(("forward", "queries", "keys", "position"), self.of_widths[width])
-        return tuple(tuned(f"{name}/{part}", self.device, tile) for part, tile in named)
+        return tuned_parts(name, self.device, ("forward", "queries", "keys", "position"), self.of_widths[width])
 
     def run(
         self,
