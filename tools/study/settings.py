@@ -1,7 +1,8 @@
 """Studies as data: a YAML file of ``configs/studies`` names the toolkit, the settings to train and the table.
 
 Every study has ``title``, ``toolkit``, ``settings`` (name to the toolkit's options), ``seeds`` and ``columns`` of the
-table; ``train`` are options for all settings, ``like`` another study whose content it changes, ``curve`` a figure.
+table; ``train`` are options for all settings, ``like`` another study whose content it changes (``more`` are added to
+its ``train``), ``curve`` a figure. The options of a setting that is a list are ``form``, filled with its items.
 ``sets``, ``tasks`` or ``stages`` divide it. The other keys are the toolkit's.
 """
 
@@ -55,7 +56,11 @@ class Study:
         self.data: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
         if "like" in self.data:
             self.data = {**Study(self.data["like"]).data, **self.data}
-        self.settings: dict[str, Any] = dict(self.data["settings"])
+            self.data["train"] = f"{self.data['train']} {self.data.get('more', '')}".rstrip()
+        self.settings: dict[str, Any] = {
+            name: self.data["form"].format(*options).rstrip() if isinstance(options, list) else options
+            for name, options in self.data["settings"].items()
+        }
         self.kind = next((kind for kind in PARTS if kind in self.data), "")
         self.parts: dict[str, dict[str, Any]] = self.data.get(self.kind, {"": {}})
 
