@@ -192,20 +192,25 @@ def prepare(
         return forward
     kept = len(arguments) if differentiated is None else differentiated
     arguments = [pytree.tree_map_only(Tensor, _leaf, a) if n < kept else a for n, a in enumerate(arguments)]
-    wanted = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    wanted = _differentiable(arguments)
     if isinstance(function, nn.Module):
         wanted += [parameter for parameter in function.parameters() if parameter.requires_grad]
-    grads = [torch.randn_like(output) for output in _outputs(call(*arguments))]
-    return lambda: torch.autograd.grad(_outputs(call(*arguments)), wanted, grads, allow_unused=True)
+    grads = [torch.randn_like(output) for output in _differentiable(call(*arguments))]
+    return lambda: torch.autograd.grad(_differentiable(call(*arguments)), wanted, grads, allow_unused=True)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.is_floating_point())
 
 
-def _outputs(result: Any) -> list[Tensor]:
-    leaves = [result] if isinstance(result, Tensor) else pytree.tree_leaves(result)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+def tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in a nest of containers."""
+    leaves = [values] if isinstance(values, Tensor) else pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _differentiable(result: Any) -> list[Tensor]:
+    return [tensor for tensor in tensors(result) if tensor.requires_grad]
 
 
 # --- our definitions as peers -------------------------------------------------------------------------------------

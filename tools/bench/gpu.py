@@ -140,7 +140,7 @@ def append(file: Path, line: dict[str, Any]) -> None:
 
 
 def command(words: list[str], seconds: float) -> dict[str, Any]:
-    """Run a command in the repository's root for ``seconds`` at most; return its status, last lines, and if it ended."""
+    """Run a command in the root for at most ``seconds``; return its status and last lines, and whether it was ended."""
     path = os.pathsep.join(filter(None, [str(run.ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
         words, cwd=run.ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,

@@ -9,16 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from attn_plugins import ops
 from attn_plugins.ops.common import backends
 from attn_plugins.ops.common.operator import Operator
 
 from . import roofline
-from .case import OWN, Case, Run
+from .case import OWN, Case, Run, tensors
 from .load import LOADED, Watch
-from .memory import peak_memory, resident_peak, size
+from .memory import peak_memory, resident_peak
 from .summary import compared, summarize
 from .timing import Contestant, Settings, race
 
@@ -146,7 +145,7 @@ def forced(run: Run, backend: str) -> Run:
 
 def difference(found: Any, expected: Any) -> float:
     """Return the relative norm of the difference between the first tensors of two results."""
-    a, b = (next(filter(torch.is_tensor, pytree.tree_leaves(each))).double() for each in (found, expected))
+    a, b = (tensors(each)[0].double() for each in (found, expected))
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
@@ -175,7 +174,7 @@ def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
     if case.buffer is not None and device == "cpu":
         found["resident"], found["results"] = resident_peak(run)
     elif case.buffer is not None:
-        found["results"] = size(run())
+        found["results"] = sum(tensor.nbytes for tensor in tensors(run()))
     return found
 
 

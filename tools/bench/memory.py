@@ -8,9 +8,8 @@ import resource
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from .case import Run
+from .case import Run, tensors
 
 STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -41,13 +40,6 @@ def peak_memory(run: Run, device: str) -> int:
     return peak
 
 
-def size(result: object) -> int:
-    """Return the bytes of a tensor, or of all tensors in a tuple or list."""
-    if isinstance(result, Tensor):
-        return result.numel() * result.element_size()
-    return sum(map(size, result)) if isinstance(result, (tuple, list)) else 0
-
-
 class ResidentPeak:
     """Peak memory of this process in bytes, including scratch memory of kernels.
 
@@ -74,7 +66,7 @@ def resident_peak(run: Run) -> tuple[int, int]:
     peak = ResidentPeak()
     peak.reset()
     result = run()
-    return peak.read(), size(result)
+    return peak.read(), sum(tensor.nbytes for tensor in tensors(result))
 
 
 def release() -> None:

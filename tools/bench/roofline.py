@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .case import KINDS, Run
+from .case import KINDS, Run, tensors
 from .timing import Contestant
 
 SIZES = {"cuda": (8192, 2**28), "cpu": (512, 2**24)}  # side of the matrices, and length of the copy, that are timed
@@ -37,13 +36,13 @@ class Counter(TorchDispatchMode):
         self.made: dict[int, Tensor] = {}  # kept alive, so that no address is reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors((args, kwargs)):
             at = tensor.untyped_storage().data_ptr()
             if at not in self.made:
                 size = min(tensor.nbytes, tensor.untyped_storage().nbytes())
                 self.read[at] = max(self.read.get(at, 0), size)
         output = func(*args, **(kwargs or {}))
-        for tensor in _tensors(output):
+        for tensor in tensors(output):
             at = tensor.untyped_storage().data_ptr()
             if at not in self.read:
                 self.made[at] = tensor
@@ -53,15 +52,11 @@ class Counter(TorchDispatchMode):
         return output
 
 
-def _tensors(values: Any) -> list[Tensor]:
-    return [value for value in pytree.tree_leaves(values) if isinstance(value, Tensor)]
-
-
 def work_of(run: Run) -> Work:
     """Run once and return its minimum work."""
     with Counter() as counter:
         result = run()
-    return Work(counter.operations, sum(counter.read.values()) + sum(tensor.nbytes for tensor in _tensors(result)))
+    return Work(counter.operations, sum(counter.read.values()) + sum(tensor.nbytes for tensor in tensors(result)))
 
 
 def ceilings(device: str) -> dict[str, float]:

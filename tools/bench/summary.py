@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOISY = 1.3  # upper over lower quartile
@@ -28,15 +28,13 @@ def spread(found: Mapping[str, Any]) -> float:
     return found["q3"] / found["q1"]
 
 
-def better_peer(peers: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Return the name of the peer with the least minimum, or None if no peer ran."""
-    ran = [name for name, found in peers.items() if "min" in found]
-    return min(ran, key=lambda name: peers[name]["min"], default=None)
-
-
 def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a row: the better peer, and its ratios to ours, by minimum and by memory."""
-    best = better_peer(peers)
+    """Return a row: the better peer (None if none ran), and its ratios to ours, by minimum and by memory.
+
+    It is noisy if ours or that peer varies more than :data:`NOISY`-fold between its quartiles.
+    """
+    ran = [name for name, found in peers.items() if "min" in found]
+    best = min(ran, key=lambda name: peers[name]["min"], default=None)
     return {
         "case": case,
         "ours": ours,
@@ -44,11 +42,6 @@ def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any
         "better_peer": best,
         "ratio": None if best is None else peers[best]["min"] / ours["min"],
         "memory_ratio": None if best is None else ours["memory"] / max(1, peers[best]["memory"]),
-        "noisy": noisy([ours, *([peers[best]] if best else [])]),
+        "noisy": max(map(spread, (ours, *([peers[best]] if best else ())))) > NOISY,
         **more,
     }
-
-
-def noisy(compared: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether one of those compared varies more than :data:`NOISY`-fold between its quartiles."""
-    return any(spread(found) > NOISY for found in compared)

@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run, which determines its calls")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: this one")
     parser.add_argument("--only", type=int, metavar="NUMBER", help="describe and run this call alone, in this process")
     parser.add_argument("--share", help=argparse.SUPPRESS)  # FIRST:STOP:STEP of the calls, in a worker
     return parser
@@ -77,7 +77,11 @@ def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> lis
             failures.append(f"python -m tools.fuzz {' '.join(line)} --only {result.number}  # {fault}")
             print(failures[-1], flush=True)
 
-    asyncio.run(workers.run([*command, *line], options.calls, options.workers, report))
+    if options.workers:
+        asyncio.run(workers.run([*command, *line], options.calls, options.workers, report))
+    else:
+        for number in range(options.calls):
+            report(workers.Result(number, *judge(name, options.seed, number, options.device)))
     took = time.perf_counter() - start
     print(
         f"{name}: {options.calls} calls, seed {options.seed}, {took:.0f} s, errors up to {max(errors):.3g} roundings, "

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import torch
 import yaml
-from torch.utils import _pytree as pytree
 
 from attn_plugins.ops.common import tuned
 
-from ..case import Case, Run
+from ..case import Case, Run, tensors
 from ..measure import difference, forced
 from ..report import MISMATCH
 
@@ -69,7 +67,7 @@ def ours_with(name: str, value: Any, prepare: Callable[[], Run], limit: float) -
             with trying(name, value):
                 return run()
 
-        results = zip(*([t for t in pytree.tree_leaves(made()) if torch.is_tensor(t)] for made in (tried, run)))
+        results = zip(tensors(tried()), tensors(run()))
         if (error := max(difference(*both) for both in results)) > limit:
             raise RuntimeError(f"the results differ by {error:.1g}")
         return tried
