@@ -22,6 +22,7 @@ from tools.study.settings import NAMES, Run, Study
 from tools.study.table import reached
 
 MM = ("mmdet", "mmseg", "skimage", "sklearn")
+EPOCH = "train_cfg.max_epochs=1 train_cfg.val_interval=1"
 
 
 def need(*modules: str) -> None:
@@ -181,12 +182,8 @@ def test_a_failing_command_is_named(crops, tmp_path, capsys):
     ("name", "setting", "short"),
     [
         ("sharing", "i-shared-refined", "train_cfg.max_iters=4 train_cfg.val_interval=4"),
-        (
-            "deformable",
-            "0010+deformable",
-            "train_cfg.max_epochs=1 train_cfg.val_interval=1 model.test_cfg.score_thr=0.0",
-        ),
-        ("detection", "mask2former-20e", "train_cfg.max_epochs=1 train_cfg.val_interval=1"),
+        ("deformable", "0010+deformable", f"{EPOCH} model.test_cfg.score_thr=0.0"),
+        ("detection", "mask2former-20e", EPOCH),
     ],
 )
 def test_detectors_and_segmentors(name, setting, short, tmp_path, monkeypatch):
@@ -331,14 +328,7 @@ def seeded(*values):
 @pytest.mark.parametrize(
     ("rule", "one", "other", "p", "verdict", "half"),
     [
-        (
-            "above",
-            seeded(5.0, 6.0, 7.0),
-            seeded(1.0, 2.1, 2.9),
-            None,
-            SEEN,
-            4.303 * 0.1 / 3**0.5,
-        ),  # differences 4 ± 0.1
+        ("above", seeded(5.0, 6.0, 7.0), seeded(1.0, 2.1, 2.9), None, SEEN, 4.303 * 0.1 / 3**0.5),  # 4 ± 0.1
         ("above", seeded(1.0, 2.1, 2.9), seeded(5.0, 6.0, 7.0), None, NOT, 0.25),
         ("above", seeded(5.0, 6.0, 7.0), seeded(4.0, 6.0, 5.0), None, CANNOT, 4.303 / 3**0.5),  # 1, 0, 2
         ("above", FAR, Sample((1.0, 2.0, 3.0)), None, SEEN, 2.776 * (2 / 3) ** 0.5),  # no seeds: Welch, 4 degrees
@@ -445,10 +435,8 @@ def test_findings_run_resume_and_collect(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(findings, "load", lambda root=None: (records, [claim]))
     (tmp_path / "benchmarks").mkdir()
     (tmp_path / "benchmarks/toy.json").write_text(json.dumps({"results": rows[:1]}))
-    assert (records["good"].finished, records["good"].complete) == (
-        False,
-        {"a/operations": Sample((1e-6,), exact=True)},
-    )
+    assert not records["good"].finished
+    assert records["good"].complete == {"a/operations": Sample((1e-6,), exact=True)}
     assert "python -m tools.study findings --studies good" in findings.judge(claim, records).why
     assert findings.carry_out_all(["good", "bad"], 1, tmp_path) == ["bad: bad ended with status 1"]
     assert result_of(tmp_path / "work/a-0") == rows[0]
