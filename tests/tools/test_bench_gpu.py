@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from attn_plugins.ops.common import tuned
-from tools.bench import gpu, worker
+from tools.bench import cases, gpu, worker
 from tools.bench.__main__ import main
 from tools.bench.case import normal, problem
 from tools.bench.cases import variants
 from tools.bench.cases.halves import attend
+from tools.bench.measure import measure
+from tools.bench.timing import Settings
 
 STEPS = [(number, step) for number, steps in variants.plan()["calls"].items() for step in steps]
 
@@ -64,14 +66,21 @@ def test_the_best_variant_over_all_rows_is_what_kernels_read(tmp_path, monkeypat
     tuned._measured.cache_clear()
 
 
-def test_other_blocks_compute_the_same():
-    """By Triton's interpreter."""
+def test_rows_of_variants(monkeypatch):
+    """From the plan to a choice, by Triton's interpreter."""
     pytest.importorskip("triton")
-    shapes = [(1, 2, 40, 16)] * 3 + [(1, 2, 40, 40)]
-    (case,) = problem("c", "cpu", normal(*shapes), lambda: attend, passes=("forward+backward",), kinds=("bfloat16",))
-    for part in ("forward", "queries", "keys"):
-        run = variants.ours_with(f"sequence_attention/half/64/{part}", (32, 16, 4, 1), case.ours, 8e-2)()
-        assert len(run()) == 4
+    names = [f"sequence_attention/half/64/{part}" for part in ("forward", "keys")]
+    listed = dict(names=names, rows=[["halves", "^c, .*backward"]], values=[[32], [16], [4], [1]])
+    shapes = [(1, 1, 20, 16)] * 3 + [(1, 1, 20, 20)]
+    small = problem("c", "cpu", normal(*shapes), lambda: attend, kinds=("bfloat16",))
+    monkeypatch.setattr(variants, "plan", lambda: {"variants": [listed]})
+    monkeypatch.setattr(cases, "cases", lambda room, device: small)
+    rows = [measure(case, "cpu", Settings(0, min_rounds=1)) for case in variants.cases("cuda")]
+    assert [row["case"] for row in rows] == [f"{name}: halves: c, bfloat16, forward+backward" for name in names]
+    for row in rows:
+        assert row["peers"].keys() == {"32×16×4×1"}
+        row["ours"]["min"] = 2 * row["peers"]["32×16×4×1"]["min"]
+    assert gpu.choose(rows) == dict.fromkeys(names, (32, 16, 4, 1))
 
 
 def test_a_variant_with_other_results_cannot_run(monkeypatch):

@@ -32,11 +32,6 @@ from . import cases, load, report, results, run
 from .timing import Settings
 from .worker import Job
 
-# Options shown in a page's command, in this order.
-SHOWN = (
-    "device", "threads", "seconds", "rounds", "min_rounds", "attempts", "wait", "k", "all", "details", "size", "name",
-    "out",
-)  # fmt: skip
 SECONDS = {"cpu": 5.0, "cuda": 0.4}
 ROW_SECONDS = {"cpu": 900.0, "cuda": 120.0}
 ON_CUDA = ("triton", "natten")
@@ -148,7 +143,7 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
         data = {
             "benchmark": file.removesuffix(f"-{options.device}"),
             "device": options.device,
-            "command": results.command_line("python -m tools.bench", options.names, options, SHOWN),
+            "command": results.command_line(build_parser(), options),
             "machine": machine((*report.PACKAGES, *ON_CUDA * gpu), options.threads, gpu),
             "load": {"before": before, "after": load.sample()},
             **{key: line[key] for line in lines for key in ("ceilings",) if key in line},

@@ -22,7 +22,6 @@ from .summary import NOISY, spread, summarize
 from .worker import Job
 
 PROCESSES = 3  # per checkout
-SHOWN = ("against", "device", "threads", "seconds", "rounds", "min_rounds", "wait", "k")
 
 
 def compare(parser: argparse.ArgumentParser, options: argparse.Namespace, job: Job) -> int:
@@ -34,7 +33,7 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace, job: J
     if not list((options.against / "plugins").glob("_C.*")):
         parser.error(f"--against {options.against}: its operators are not built there (make build)")
     before = load.wait_until_quiet(options.wait)
-    print(f"`{command_line('python -m tools.bench', options.names, options, SHOWN)}`", flush=True)
+    print(f"`{command_line(parser, options)}`", flush=True)
     print(f"Other processes use {load.words(before)} before.", flush=True)
     settings = {
         **job.settings,

@@ -10,7 +10,6 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,20 @@ from tools.files import write_text
 
 FORMAT = 2
 FOLDER = Path(__file__).parents[2] / "benchmarks"
+UNSHOWN = ("help", "names", "resume", "minutes", "row_seconds", "warm")  # of a page's command
 
 
-def command_line(program: str, positional: Iterable[str], options: argparse.Namespace, names: Iterable[str]) -> str:
-    """Return the command that was run, with the options of these names, including defaults.
+def command_line(parser: argparse.ArgumentParser, options: argparse.Namespace) -> str:
+    """Return the command that was run, with all options that change what is measured, including defaults.
 
     Options without a value (None, empty, False) are left out, and so is the default folder of results.
     """
-    words = [*program.split(), *positional]
-    for name in names:
-        value = getattr(options, name)
-        if value is None or value is False or value in ("", [], FOLDER):
+    words = [*parser.prog.split(), *options.names]
+    for action in parser._actions:
+        value = getattr(options, action.dest, None)
+        if action.dest in UNSHOWN or value is None or value is False or value in ("", FOLDER):
             continue
-        words.append(f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}")
+        words.append(action.option_strings[0])
         if value is not True:
             values = value if isinstance(value, list) else [value]
             words += [f"{v:g}" if isinstance(v, float) else str(v) for v in values]
