@@ -70,7 +70,7 @@ def cases(device: str) -> list[Case]:
 def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
     """Measure a model with settings of :mod:`..measure`, and return a row for each pass."""
     found: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
-    size = settings.size or model.size
+    model = replace(model, size=tuple(settings.size or model.size))
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(min(PROCESSES, settings.rounds)):
@@ -78,28 +78,13 @@ def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
             if number >= min(LEAST, settings.min_rounds) and spent * (number + 1) / number > SECONDS:
                 break
             for kind, processes in found.items():
-                processes.append(
-                    process(
-                        model=model,
-                        ours=kind == "ours",
-                        size=size,
-                        threads=torch.get_num_threads(),
-                        seconds=settings.seconds,
-                        weights=Path(folder) / "weights.pth",
-                    )
-                )
-    return [row(model, each, found["ours"], found["stock"], size) for each in PASSES]
+                job = (model, kind == "ours", torch.get_num_threads(), settings.seconds, Path(folder) / "weights.pth")
+                with ProcessPoolExecutor(1, get_context("spawn"), _silence) as pool:
+                    processes.append(pool.submit(measured, *job).result())
+    return [row(model, each, found["ours"], found["stock"]) for each in PASSES]
 
 
-def process(**settings: Any) -> dict[str, Any]:
-    """Measure in a fresh process."""
-    with ProcessPoolExecutor(1, get_context("spawn"), _silence) as pool:
-        return pool.submit(measured, **settings).result()
-
-
-def row(
-    model: Model, each: str, ours: Sequence[Mapping], stock: Sequence[Mapping], size: Sequence[int]
-) -> dict[str, Any]:
+def row(model: Model, each: str, ours: Sequence[Mapping], stock: Sequence[Mapping]) -> dict[str, Any]:
     """Return the row of one pass from the measurements of both kinds of processes."""
     both = {}
     for kind, processes in (("ours", ours), ("stock", stock)):
@@ -113,7 +98,7 @@ def row(
     loads = [found["load"] for found in (*ours, *stock)]
     others = max((found["others"] for found in loads if found["others"] is not None), default=None)
     return compared(
-        f"{model.title}, {size[0]}x{size[1]}, {each}",
+        f"{model.title}, {model.size[0]}x{model.size[1]}, {each}",
         both["ours"],
         {"stock": both["stock"]},
         config=f"{model.package}::{model.config}",
@@ -238,16 +223,13 @@ def _silence() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # mmengine logs the initialization of every parameter
 
 
-def measured(
-    model: Model, ours: bool, size: tuple[int, int], threads: int, seconds: float, weights: Path
-) -> dict[str, Any]:
+def measured(model: Model, ours: bool, threads: int, seconds: float, weights: Path) -> dict[str, Any]:
     """Return times and memory above the built model's level.
 
     All processes load the weights that the first one writes, so that all compute the same.
     """
-    entry = replace(model, size=tuple(size))
     torch.set_num_threads(threads)
-    network, optimizer = build(entry, ours)
+    network, optimizer = build(model, ours)
     if weights.exists():
         network.load_state_dict(torch.load(weights), strict=True)
     else:
@@ -267,5 +249,5 @@ def measured(
     for name, step in zip(PASSES, (predict, train)):
         network.train(step is train)
         peak.reset()
-        passes[name] = timed(step, lambda: batch(entry), features, seconds) | {"memory": peak.read()}
+        passes[name] = timed(step, lambda: batch(model), features, seconds) | {"memory": peak.read()}
     return {"passes": passes, "loss": losses[0], "load": watch.read()}
