@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from attn_plugins import mmcv_ext, modules, ops
-from tools.bench import against, cases, compiled_mmcv, load, memory, report, results, run, timing, worker
+from tools.bench import against, cases, compiled_mmcv, load, memory, report, results, timing, worker
 from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
 from tools.bench.cases.modules import MODULES
 from tools.bench.measure import backends_of, difference, measure
-from tools.bench.summary import summarize
+from tools.bench.results import summarize
 from tools.bench.timing import Contestant, Settings, race
 
 QUICK = ["--threads", "1", "--seconds", "0", "--min-rounds", "2", "--attempts", "1", "--wait", "0"]
@@ -246,7 +246,7 @@ def test_host_time_is_measured_without_a_device(python):
         "    row = measure(case, 'cpu', Settings(0, min_rounds=1))\n"
         "    print(case.name, row['ratio'] > 0, sorted(row['peers']))\n"
     )
-    lines = python(code, TRITON_INTERPRET="0", PYTHONPATH=str(run.ROOT)).stdout.splitlines()
+    lines = python(code, TRITON_INTERPRET="0", PYTHONPATH=str(worker.ROOT)).stdout.splitlines()
     assert lines[0] == "sequence_attention, content, 1 thread, forward True ['SDPA', \"Triton's route\"]"
     assert len(lines) == 4
 
@@ -281,7 +281,7 @@ def test_one_benchmark_from_command_to_page(bench, tmp_path, capsys):
 
 def test_a_part_of_the_rows_writes_nothing(bench, tmp_path, monkeypatch, capsys):
     lines = [{"rows": [{"room": "calls", "case": "c", "error": "as it was"}]}, {"over": True}]
-    monkeypatch.setattr(run, "measured", lambda job: lines)
+    monkeypatch.setattr(worker, "measured", lambda job: lines)
     assert bench("calls", "--out", tmp_path, "-k", "c") == 1
     assert "* calls: c: as it was" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
@@ -312,7 +312,7 @@ main()
 
 @pytest.mark.slow
 def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(run, "WORK", CRASHES)
+    monkeypatch.setattr(worker, "WORK", CRASHES)
     assert bench("calls", "--out", tmp_path, "--row-seconds", 2) == 1
     rows = {row["case"]: row for row in results.read(tmp_path / "calls-cpu.json")["rows"]}
     assert list(rows) == ["fine", "peer", "ours", "hangs", "raises", "last"]
@@ -364,12 +364,12 @@ def test_bad_options_are_one_error(arguments, message, capsys, tmp_path):
 @pytest.mark.slow
 def test_a_comparison_with_another_checkout(tmp_path):
     """The other checkout is a copy of this one."""
-    shutil.copytree(run.ROOT / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(worker.ROOT / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
     if not list((tmp_path / "plugins").glob("_C.*")):
         (tmp_path / "plugins" / "_C.none").touch()  # only the reference is installed
     code = "import sys; from tools.bench import against, __main__; against.PROCESSES = 1; sys.exit(__main__.main())"
     options = ["--against", str(tmp_path), "calls", "-k", "window_attention", *QUICK]
-    done = subprocess.run([sys.executable, "-c", code, *options], cwd=run.ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, *options], cwd=worker.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| calls: window_attention")]
     assert len(rows) == 2

@@ -6,7 +6,7 @@ import pytest
 
 from tools.bench import cases, results, table
 from tools.bench.cases.end_to_end import MODELS
-from tools.bench.summary import compared, summarize
+from tools.bench.results import compared, summarize
 
 BEGIN, END = "<!-- benchmark all: begin -->", "<!-- benchmark all: end -->"
 

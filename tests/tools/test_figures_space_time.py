@@ -55,7 +55,7 @@ def test_measured_times(tmp_path, capsys, one_thread, monkeypatch):
     """Measured here and shown, and the committed ones, which version 0.2.0 stored."""
     pytest.importorskip("matplotlib")
     code = "import tools.bench.cases.space_time as s; s.CLIPS = (1, 32), (2, 32), (1, 48); s.DEPTH = 1; "
-    monkeypatch.setattr("tools.bench.run.WORK", code + "from tools.bench.worker import main; main()")
+    monkeypatch.setattr("tools.bench.worker.WORK", code + "from tools.bench.worker import main; main()")
     quick = ["--threads", "1", "--seconds", "0", "--min-rounds", "3", "--attempts", "1", "--wait", "0"]
     assert bench(["space_time", "--out", str(tmp_path), *quick]) == 0
     new, old = tmp_path / "space_time-cpu.json", BENCHMARK.with_suffix(".json")

@@ -28,7 +28,7 @@ import torch
 
 from tools.machine import machine
 
-from . import cases, load, report, results, run
+from . import cases, load, report, results, worker
 from .timing import Settings
 from .worker import Job
 
@@ -129,9 +129,9 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
             record.unlink(missing_ok=True)
         job.record, job.names = str(record), names
         if options.warm:
-            run.warm(job, options.warm, min(job.until - time.time(), 3600) / 2)
+            worker.warm(job, options.warm, min(job.until - time.time(), 3600) / 2)
         try:
-            lines = run.measured(job)
+            lines = worker.measured(job)
         except RuntimeError as error:
             print(f"bench: {error}", file=sys.stderr)
             return 1

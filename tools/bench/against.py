@@ -15,10 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import load, run
+from . import load, worker
 from .report import milliseconds
-from .results import command_line
-from .summary import NOISY, spread, summarize
+from .results import NOISY, command_line, spread, summarize
 from .worker import Job
 
 PROCESSES = 3  # per checkout
@@ -46,7 +45,7 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace, job: J
     found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     try:
         for _ in range(PROCESSES):
-            for when, checkout in (("before", options.against), ("after", run.ROOT)):
+            for when, checkout in (("before", options.against), ("after", worker.ROOT)):
                 print(f"--- {when}", flush=True)
                 found[when].append(own_rows(checkout, job))
     except RuntimeError as error:
@@ -67,8 +66,8 @@ def own_rows(checkout: Path, job: Job) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         # A package on the path takes precedence over the editable install's mapping.
         (Path(folder) / "attn_plugins").symlink_to(package, target_is_directory=True)
-        path = os.pathsep.join([folder, str(run.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        lines = run.measured(replace(job, record=f"{folder}/rows.jsonl"), {"PYTHONPATH": path})
+        path = os.pathsep.join([folder, str(worker.ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        lines = worker.measured(replace(job, record=f"{folder}/rows.jsonl"), {"PYTHONPATH": path})
     measured = {line["package"] for line in lines if "package" in line}
     if measured != {str(package)}:
         raise RuntimeError(f"the process of {checkout} imported attn_plugins from {', '.join(measured)}")

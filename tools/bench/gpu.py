@@ -32,7 +32,7 @@ from attn_plugins import ops
 from attn_plugins.ops.common import triton_launch, tuned
 from tools.files import write_text
 
-from . import run, worker
+from . import worker
 from .case import prepared_on
 from .cases import NAMES, cases, variants
 from .cases.variants import SWITCH, candidates, trying
@@ -104,7 +104,7 @@ class Call:
         of_blocks = step["rows"] == ["variants"]
         row_seconds = VARIANTS_SECONDS if of_blocks else ROW_SECONDS
         until = time.time() + left - row_seconds
-        lines = run.measured(
+        lines = worker.measured(
             worker.Job(
                 step["rows"], self.device, str(self.record(step)), step["k"], details=not of_blocks, until=until,
                 row_seconds=row_seconds, settings=vars(Settings(0.4, attempts=1)), every=True,
@@ -141,9 +141,9 @@ def append(file: Path, line: dict[str, Any]) -> None:
 
 def command(words: list[str], seconds: float) -> dict[str, Any]:
     """Run a command in the root for at most ``seconds``; return its status and last lines, and whether it was ended."""
-    path = os.pathsep.join(filter(None, [str(run.ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(worker.ROOT), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        words, cwd=run.ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
+        words, cwd=worker.ROOT, env={**os.environ, "PYTHONPATH": path}, text=True, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
@@ -218,7 +218,7 @@ def walk(step: dict[str, Any]) -> Iterator[str]:
         ValueError: it would do nothing, or a candidate would change no launch.
     """
     if "run" in step:
-        if not (run.ROOT / step["run"].split()[0]).is_file():
+        if not (worker.ROOT / step["run"].split()[0]).is_file():
             raise ValueError(f"there is no {step['run']}")
         yield step["run"]
     elif "tests" in step:
@@ -268,7 +268,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     numbers = list(variants.plan()["calls"])
     parser.add_argument("call", type=int, nargs="?", choices=numbers, help="1 to 4")
-    parser.add_argument("--out", type=Path, default=run.ROOT / "build/gpu", help="folder of results")
+    parser.add_argument("--out", type=Path, default=worker.ROOT / "build/gpu", help="folder of results")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="end after this time, default: %(default)s")
     parser.add_argument("--dry-run", action="store_true", help="walk through the steps without a device")
     options = parser.parse_args(arguments)

@@ -18,7 +18,7 @@ from . import roofline
 from .case import OWN, Case, Run, tensors
 from .load import LOADED, Watch
 from .memory import peak_memory, resident_peak
-from .summary import compared, summarize
+from .results import compared, summarize
 from .timing import Contestant, Settings, race
 
 UNUSABLE = 71  # exit status of a process whose device fails after an error

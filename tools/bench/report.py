@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .load import LOADED, words
-from .summary import NOISY
+from .results import NOISY
 
 PACKAGES = (
     "torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins", "onedl-mmdetection", "onedl-mmsegmentation",

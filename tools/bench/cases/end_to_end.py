@@ -25,7 +25,7 @@ from tools import need
 from .. import compiled_mmcv, load
 from ..case import Case
 from ..memory import ResidentPeak
-from ..summary import compared, summarize
+from ..results import compared, summarize
 
 PASSES = ("prediction", "training step")
 PROCESSES, LEAST, SECONDS = 5, 2, 210.0  # of each kind for a model: at most, at least, and the time for all of them
