@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attn_plugins.ops.common import tuned
-from tools.bench import cases, gpu, worker
+from tools.bench import __main__, cases, gpu, worker
 from tools.bench.__main__ import main
 from tools.bench.case import normal, problem
 from tools.bench.cases import variants
@@ -126,6 +126,17 @@ def test_rows_and_kernels_are_appended_and_resumed(tmp_path, monkeypatch, capfd)
     names = [name for name, count, microseconds in line["kernels"] if count >= 1 and microseconds > 0]
     assert any("window" in name for name in names)
     assert [line["step"] for line in worker.read(tmp_path / "done.jsonl")] == ["one row", "kernels"]
+
+
+def test_the_whole_table_is_resumed(tmp_path, monkeypatch):
+    record, calls = tmp_path / "gpu.jsonl", []
+    monkeypatch.setattr(__main__, "main", lambda arguments: calls.append(__main__.build_parser().parse_args(arguments)))
+    (step,) = variants.plan()["calls"][4]
+    for written in (True, False):
+        record.touch() if written else record.unlink()
+        assert gpu.Call(4, tmp_path, time.time() + 100).rows(step, 90)["over"] == written
+    first, second = calls
+    assert (first.name, first.resume, first.minutes, first.warm, second.warm) == ("gpu", True, 0.5, 0, 8)
 
 
 @pytest.mark.parametrize("arguments, message", [([], "name a call"), (["5"], "invalid choice"), (["1"], "--dry-run")])

@@ -99,6 +99,7 @@ class Call:
 
             minutes = (left - ROW_SECONDS) / 60
             options = ["--name", step["name"], "--minutes", f"{minutes:.2f}", "--row-seconds", str(ROW_SECONDS)]
+            options += [] if self.record(step).exists() else ["--warm", "8"]  # compiles in as many processes first
             status = main(["--device", self.device, "--out", str(self.out), "--resume", "--wait", "0", *options])
             return {"status": status, "over": self.record(step).exists()}  # kept where rows are missing
         of_blocks = step["rows"] == ["variants"]
