@@ -20,7 +20,7 @@ from tools.bench.timing import Settings
 STEPS = [(number, step) for number, steps in variants.plan()["calls"].items() for step in steps]
 
 
-@pytest.mark.parametrize("number, step", [each for each in STEPS if "tests" not in each[1]])
+@pytest.mark.parametrize("number, step", [pair for pair in STEPS if "tests" not in pair[1]])
 def test_steps_up_to_the_first_launch(number, step):
     """Rows exist, and candidates change what is launched."""
     pytest.importorskip("timm")

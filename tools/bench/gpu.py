@@ -170,7 +170,7 @@ def choose(rows: list[dict[str, Any]]) -> dict[str, Any]:
                     ratios.setdefault(name, {}).setdefault(title, []).append(peer["min"] / row["ours"]["min"])
     chosen = {}
     for name, of_name in ratios.items():
-        values = next(dict(candidates(each["values"])) for each in variants.plan()["variants"] if name in each["names"])
+        values = next(dict(candidates(v["values"])) for v in variants.plan()["variants"] if name in v["names"])
         means = {title: statistics.geometric_mean(r) for title, r in of_name.items() if len(r) == count[name]}
         best = min(means, key=lambda title: means[title], default=None)
         if best is not None and means[best] < BETTER:
@@ -196,16 +196,16 @@ def profile(title: str, room: str, pattern: str, device: str, record: str) -> No
     for _ in range(3):
         made()
     kind = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as found:
+    with torch.profiler.profile(activities=[kind]) as profiler:
         for _ in range(RUNS):
             made()
         if device == "cuda":
             torch.cuda.synchronize()
     time_of = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
-    kernels = [(event.key, event.count / RUNS, getattr(event, time_of) / RUNS) for event in found.key_averages()]
-    kernels = sorted((each for each in kernels if each[2]), key=lambda each: -each[2])
+    kernels = [(event.key, event.count / RUNS, getattr(event, time_of) / RUNS) for event in profiler.key_averages()]
+    kernels = sorted((kernel for kernel in kernels if kernel[2]), key=lambda kernel: -kernel[2])
     append(Path(record), {"workload": title, "row": case.name, "kernels": kernels})
-    print(f"{title}: {sum(each[2] for each in kernels):.0f} µs")
+    print(f"{title}: {sum(kernel[2] for kernel in kernels):.0f} µs")
     print(*(f"  {microseconds:8.1f} {kernel[:90]}" for kernel, _, microseconds in kernels), sep="\n", flush=True)
 
 
@@ -224,10 +224,10 @@ def walk(step: dict[str, Any]) -> Iterator[str]:
         yield step["run"]
     elif "tests" in step:
         words = [*TESTS[2:], "--collect-only", *shlex.split(step["tests"])]
-        found = command([sys.executable, "-c", AS_WITH_A_DEVICE, *words], SECONDS)
-        if found["status"]:
+        collected = command([sys.executable, "-c", AS_WITH_A_DEVICE, *words], SECONDS)
+        if collected["status"]:
             raise ValueError(f"no tests: {step['tests']}")
-        yield found["last"][-1]
+        yield collected["last"][-1]
     elif "profile" in step:
         for title, (room, pattern) in step["profile"].items():
             (case,) = variants.matching(cases(room, "cuda"), pattern)
@@ -236,12 +236,12 @@ def walk(step: dict[str, Any]) -> Iterator[str]:
         yield f"{sum(case.main for name in (*NAMES, 'modules') for case in cases(name, 'cuda'))} rows"
     else:
         job = worker.Job(step["rows"], "cuda", "", step["k"], every=True)
-        for name, case in (found := list(worker.chosen(job))):
+        for name, case in (rows := list(worker.chosen(job))):
             yield f"{name}: {case.name}: {', '.join(case.peers)}"
-        if not found:
+        if not rows:
             raise ValueError(f"{step['name']}: no row matches {step['k']!r}")
         if step["rows"] == ["variants"]:
-            check_launches({case.name.split(":")[0] for _, case in found})
+            check_launches({case.name.split(":")[0] for _, case in rows})
 
 
 def check_launches(names: set[str]) -> None:

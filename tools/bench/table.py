@@ -87,10 +87,10 @@ class Rows:
             return [None, None]
         rows = [row for row in data["rows"] if "error" not in row]
         by_name = {f"{row['room']}: {row['case']}" if entry.file == GPU else row["case"]: row for row in rows}
-        found = [by_name.get(f"{entry.case}, {each}") for each in entry.passes]
-        if not (any(found) if entry.file == GPU else all(found)):
+        both = [by_name.get(f"{entry.case}, {name}") for name in entry.passes]
+        if not (any(both) if entry.file == GPU else all(both)):
             raise ValueError(f"{self._folder / entry.file}.json has no row {entry.case!r}, which a page shows")
-        return found
+        return both
 
 
 def everything(rows: Rows) -> list[str]:

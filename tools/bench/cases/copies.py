@@ -12,12 +12,12 @@ SHAPES = ((2, 512, 97, 97), (8, 512, 64, 64), (16, 256, 56, 56))
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    copies = []
     for shape in SHAPES:
         for last, title in ((True, "NCHW to NHWC"), (False, "NHWC to NCHW")):
             to = torch.channels_last if last else torch.contiguous_format
             source = torch.contiguous_format if last else torch.channels_last
-            found += problem(
+            copies += problem(
                 f"{title}, {shape}",
                 device,
                 lambda dtype, shape=shape, source=source: [torch.randn(shape, dtype=dtype).to(memory_format=source)],
@@ -25,4 +25,4 @@ def cases(device: str) -> list[Case]:
                 {"ATen": lambda to=to: lambda x: x.contiguous(memory_format=to)},
                 passes=("forward",),
             )
-    return found
+    return copies

@@ -38,10 +38,10 @@ def matching(cases: Sequence[Case], pattern: str) -> list[Case]:
     Raises:
         ValueError: there is none.
     """
-    found = [case for case in cases if re.search(pattern, case.name)]
-    if not found:
+    matches = [case for case in cases if re.search(pattern, case.name)]
+    if not matches:
         raise ValueError(f"no row matches {pattern!r}")
-    return found
+    return matches
 
 
 def candidates(values: Any) -> Iterator[tuple[str, Any]]:
@@ -80,7 +80,7 @@ def cases(device: str) -> list[Case]:
         return []
     from . import cases as of_room
 
-    rows, found = cache(lambda room: of_room(room, device)), []
+    rows, made = cache(lambda room: of_room(room, device)), list[Case]()
     for variant in plan()["variants"]:
         for name, (room, pattern) in itertools.product(variant["names"], variant["rows"]):
             for case in matching(rows(room), pattern):
@@ -89,5 +89,5 @@ def cases(device: str) -> list[Case]:
                     title: ours_with(name, value, case.ours, limit) for title, value in candidates(variant["values"])
                 }
                 ours = ours_with(name, None, case.ours, limit)
-                found.append(Case(f"{name}: {room}: {case.name}", ours, peers, kind=case.kind))
-    return found
+                made.append(Case(f"{name}: {room}: {case.name}", ours, peers, kind=case.kind))
+    return made
