@@ -65,15 +65,19 @@ class Record:
 
     Its keys are ``data``, in words; ``file`` in ``benchmarks``; ``minutes`` of one core; ``sample`` (by default the
     setting), ``value`` and ``factor``, which read samples from the results, or ``samples``, which are those of a page;
-    ``steps`` with the file that marks one as made; ``product``, which the last step writes (by default
-    ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was measured by hand; ``needed``
-    samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each other, so that they
-    resume from ``file`` on another machine.
+    ``steps`` with the file that marks one as made (by default ``tools.study NAME`` is the last); ``product``, which
+    the last step writes (by default ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was
+    measured by hand; ``needed`` samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file
+    of each other, so that they resume from ``file`` on another machine.
     """
 
     def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
-        product = {} if "page" in content else {"product": WORK / name / f"{name}.json"}
-        self.name, self.content, self.root = name, {**product, **content}, root
+        if "page" not in content:
+            steps = content.get("steps", [])
+            if not any(step["run"].startswith("tools.study ") for step in steps):
+                steps = [*steps, {"run": f"tools.study {name} {WORK / name}"}]
+            content = {"product": WORK / name / f"{name}.json", **content, "steps": steps}
+        self.name, self.content, self.root = name, content, root
         self.file = root / BENCHMARKS / content["file"]
 
     @cached_property
