@@ -112,7 +112,10 @@ class Attention(NamedTuple):
         )  # fmt: skip
 
     def logits(self) -> Tensor:
-        """Write out the sum of all logits, -inf at masked keys: (B, M, *queries, keys), keys or taps in one axis."""
+        """Write out the sum of all logits, -inf at masked keys: (B, M, *queries, keys).
+
+        Keys, or the taps of a window, are one axis; prefix keys come first.
+        """
         if self.window is not None:
             query, key, taps = self._in_window()
             logits = reference.window_attention_logits(
@@ -121,7 +124,8 @@ class Attention(NamedTuple):
             return logits.expand(*self.value.shape[:2], -1, -1, -1)
         if self.value.dim() == 5:
             terms = self.query, self.key, self.value, self.row, self.column, self.by_key
-            return reference.global_attention_logits(*terms, self.scale).flatten(4)
+            logits = reference.global_attention_logits(*terms, self.scale).flatten(4)
+            return logits if self.prefix_value is None else torch.cat((self._prefix_logits(logits), logits), 4)
         outside = self.outside
         if isinstance(outside, (int, float)):
             outside = self.value.new_full((1, 1, 1), outside)
@@ -137,7 +141,11 @@ class Attention(NamedTuple):
         """Sum the values with ``weights``, shaped like :meth:`logits`."""
         if self.window is not None:
             return (weights.unsqueeze(4) @ self._windows().gather(self.value)).squeeze(4)
-        return weights @ (self.value.flatten(2, 3).unsqueeze(2) if self.value.dim() == 5 else self.value)
+        if self.value.dim() == 4:
+            return weights @ self.value
+        value = self.value.flatten(2, 3)
+        value = value if self.prefix_value is None else torch.cat((self.prefix_value, value), 2)
+        return weights @ value.unsqueeze(2)
 
     def parts(self) -> dict[str, Attention]:
         """Split into ``content`` and ``position`` by what is there; masks apply to both."""
@@ -151,6 +159,8 @@ class Attention(NamedTuple):
 
     def map_weights(self, size: Sequence[int], queries: Tensor | None = None) -> Tensor:
         """Write out the weights of some queries of a map on the map of keys, 0 outside their windows.
+
+        The weights of prefix keys are not part of the map.
 
         Args:
             size: (Hq, Wq).
@@ -201,7 +211,8 @@ class Attention(NamedTuple):
         values = attention.weights() if softmax else attention.logits()
         if self.window is None:
             grid = (H, W) if queries is None else (len(index), 1)
-            values = values.expand(-1, -1, *grid, -1).flatten(2, 3)
+            prefix = 0 if self.prefix_value is None else self.prefix_value.shape[2]
+            values = values.expand(-1, -1, *grid, -1).flatten(2, 3)[..., prefix:]
         else:
             values = _laid_out(
                 values.flatten(2, 3)[:, :, index], self._windows(), keys, index, 0.0 if softmax else -math.inf
@@ -218,6 +229,14 @@ class Attention(NamedTuple):
             return tensor[:, :, y if tensor.shape[2] > 1 else 0 * y, x if tensor.shape[3] > 1 else 0 * x].unsqueeze(3)
 
         return self._replace(query=chosen(self.query), row=chosen(self.row), column=chosen(self.column))
+
+    def _prefix_logits(self, logits: Tensor) -> Tensor:
+        """Return the logits of the prefix keys beside those of the map, (B, M, Hq, Wq, P): content alone."""
+        assert self.prefix_value is not None
+        size = *logits.shape[:4], self.prefix_value.shape[2]
+        if self.query is None or self.prefix_key is None:
+            return logits.new_zeros(1).expand(size)
+        return (self.scale * self.query @ self.prefix_key.unsqueeze(2).mT).expand(size)
 
     def _in_window(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return query, key and tap logits, among which there is at least one."""

@@ -29,6 +29,12 @@ AROUND = Geometry.around((K, K))
 STRIDED = Geometry((K, K), (2, 1), (1, 1), (1, 2), zero_border=True)
 KINDS = {
     "all keys": lambda: Attention(*on_map(), row=drawn(B, M, H, W, H), column=drawn(1, M, 1, W, W), scale=0.5),
+    "prefix": lambda: Attention(
+        *on_map(), row=drawn(B, M, H, W, H), prefix_key=drawn(B, M, 2, D), prefix_value=drawn(B, M, 2, D), scale=0.5
+    ),
+    "prefix of the mean": lambda: Attention(
+        None, None, drawn(B, M, H, W, D), row=drawn(1, M, H, 1, H), prefix_value=drawn(B, M, 2, D)
+    ),
     "keys alone": lambda: Attention(None, None, drawn(B, M, H, W, D), by_key=drawn(B, M, H, W)),
     "the mean": lambda: Attention(None, None, drawn(B, M, H, W, D)),
     "window": lambda: Attention(*on_map(), taps=drawn(1, M, H, W, K * K), window=AROUND, scale=0.5),
