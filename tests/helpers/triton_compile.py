@@ -121,7 +121,12 @@ def variants(found: Iterable[Launch]) -> dict[Variant, Any]:
 
 
 def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, int]:
-    """Compile for ``sm_<capability>``; return bytes of ``stack`` per thread and of ``shared`` memory per block."""
+    """Compile for ``sm_<capability>``.
+
+    Returns:
+        Bytes of ``stack`` per thread and of ``shared`` memory per block, and ``spills``, the instructions within
+        innermost loops that load or store spilled registers.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -135,16 +140,38 @@ def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, int]:
         file.write(binary.asm["cubin"])
         file.flush()
         (stack,) = stacks(file.name).values()
-    return {"stack": stack, "shared": binary.metadata.shared}
+        spills = _spills_in_loops(_cuobjdump("-sass", file.name))
+    return {"stack": stack, "shared": binary.metadata.shared, "spills": spills}
+
+
+def _spills_in_loops(code: str) -> int:
+    """Return how many instructions of innermost loops, those of a branch back, load or store local memory."""
+    lines = [(int(place, 16), text) for place, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", code)]
+    branches = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", text)) for place, text in lines]
+    loops = [(int(to[1], 16), place) for place, to in branches if to and int(to[1], 16) < place]
+    innermost = [
+        (first, last)
+        for first, last in loops
+        if not any((first, last) != (begin, end) and first <= begin and end <= last for begin, end in loops)
+    ]
+    return sum(
+        bool(re.search(r"\b(LDL|STL)\b", text))
+        for place, text in lines
+        if any(first <= place <= last for first, last in innermost)
+    )
 
 
 def stacks(binary: str | Path) -> dict[str, int]:
     """Return the bytes of stack per thread of each kernel in a binary, where spilled registers are kept."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    usage = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True, check=True).stdout
+    usage = _cuobjdump("-res-usage", binary)
     found: dict[str, int] = {}
     for name, size in re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", usage):
         found[name] = max(found.get(name, 0), int(size))  # of all architectures
     return found
+
+
+def _cuobjdump(*arguments: str | Path) -> str:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout

@@ -60,3 +60,37 @@ def store_rows(
     there = row_mask(first, limit, ROWS, WIDTH, BLOCK)
     begin = tensor + stride.to(tl.int64) * UNIT * first
     tl.store(begin + row_places(stride, ROWS, BLOCK, UNIT), found.to(tensor.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def of_rows(tensor, first, there):
+    """Numbers of rows from a pointer's place ``first`` on, 0 where none is ``there``; None for None."""
+    if tensor is not None:
+        return tl.load(tensor + first, mask=there, other=0.0)
+
+
+@triton.jit
+def saturated(drift, size):
+    """Return of which queries gradients of logits are to be computed once more, with a better mean: (queries).
+
+    The gradient of a logit is weight * (slope - mean). A mean that is taken from the output is as wrong as that is
+    rounded: little in most rows, and all there is in a row of one large weight, whose gradients are nearly 0. ``drift``
+    is the sum of a row's gradients, which would be 0 if the mean were exact, ``size`` that of their absolute values.
+    """
+    return tl.abs(drift) > size * 2.0**-6
+
+
+@triton.jit
+def unsettled(drift, size, total, EXACT: tl.constexpr):
+    """Return whether any of a block's queries is :func:`saturated`, by float32's measure where ``total`` is not None.
+
+    ``total`` is the sum of the weights, which would be 1 if the log-sum-exp were exact; half numbers are coarser than
+    that. ``EXACT`` says that gradients are stored before it is known.
+    """
+    if total is None:
+        wrong = saturated(drift, size)
+    else:
+        wrong = saturated(drift * 2.0**13, size)
+        if EXACT:
+            wrong = wrong | ((tl.abs(total - 1) > 2.0**-19) & (total > 0))
+    return tl.max(wrong.to(tl.int32), 0) > 0

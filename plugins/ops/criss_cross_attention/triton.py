@@ -14,6 +14,7 @@ to the dtype of the tensors before the second adds to it, as between batched pro
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -126,16 +127,16 @@ def backward(
         output = packed(output, output.dtype)
     launches = _Launches(terms, options, slopes, output, grad_query, grad_key, grad_value)
     query, key, value = launches.terms
-    mean = torch.empty_like(log_sum_exp)
+    mean, drift, size = (torch.empty_like(log_sum_exp) for _ in range(3))
 
     blocks = launches.blocks("queries")
-    for column in (True, False):
-        if grad_query is not None or (column and grad_key is not None):
-            launches.add(
-                triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
-                (value, query, key, slopes, log_sum_exp, output, mean, grad_query),
-                (value, query, key, slopes, output, grad_query), MEAN=column, ADD=not column,
-            )  # fmt: skip
+    turns = (grad_query is not None) + (grad_query is not None or grad_key is not None)
+    for again, column in itertools.product((False, True)[:turns], (True, False)):
+        launches.add(
+            triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
+            (value, query, key, slopes, log_sum_exp, output, mean, drift, size, grad_query),
+            (value, query, key, slopes, output, grad_query), AGAIN=again,
+        )  # fmt: skip
 
     blocks = launches.blocks("keys")
     value_parts = 0 if grad_value is None else _blocks(value.shape[4], blocks.channels)

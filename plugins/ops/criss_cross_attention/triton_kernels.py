@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import multiply
+from ..common.triton_math import multiply, saturated
 
 _STRIDED = (
     "value", "query", "key", "output", "slopes", "grad_value", "grad_query", "grad_key",
@@ -196,7 +196,8 @@ def _weights_and_slopes(
 
 @_kernel
 def gradients_of_queries(
-    value_ptr, query_ptr, key_ptr, slopes_ptr, log_sum_exp_ptr, output_ptr, mean_ptr, grad_query_ptr,
+    value_ptr, query_ptr, key_ptr, slopes_ptr, log_sum_exp_ptr, output_ptr, mean_ptr, drift_ptr, size_ptr,
+    grad_query_ptr,
     scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
@@ -207,13 +208,14 @@ def gradients_of_queries(
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr, PARTS: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     COLUMN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-    MEAN: tl.constexpr, ADD: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a block of queries along columns or rows.
+    """Gradients of a block of queries along columns, to which a launch along rows adds.
 
     The gradient of a logit is its weight times what the gradient of the weight, slopes·value, is above its mean over
-    the query's keys. With ``MEAN`` that mean, slopes·output, is computed and stored; otherwise it is read. ``ADD`` adds
-    to the gradient of the queries that is there.
+    the query's keys. That mean is slopes·output, but for the rounding of the output, which the sum of the gradients
+    shows when rows have been added: the mean is mended by it. ``AGAIN`` computes anew those queries of which that is
+    too late, since they are :func:`.saturated`; ``size`` is 1 there, and 0 elsewhere.
     """
     part, block, line, head, batch = _place(heads, lines, length, BLOCK_Q, PARTS)
     queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -225,30 +227,50 @@ def gradients_of_queries(
     query = _load(query_ptr, queries, query_place, length, 0, D, BLOCK_D, UNIT)
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
     log_sum_exp = tl.load(log_sum_exp_ptr + on_map, mask=inside, other=float("inf"))
-    if MEAN:
+    end = length
+    if AGAIN:
+        mean = tl.load(mean_ptr + on_map, mask=inside, other=0.0)
+        inside = inside & (tl.load(size_ptr + on_map, mask=inside, other=0.0) > 0)
+        end = tl.where(tl.max(inside.to(tl.int32), 0) > 0, length, 0)
+    elif COLUMN:
         output_ptr += (batch * output_batch + head * output_head + line * output_line) * UNIT
         mean = tl.zeros((BLOCK_Q,), tl.float32)
         for first in range(0, DV, BLOCK_V):
             slopes = _load(slopes_ptr, queries, slopes_place, length, first, DV, BLOCK_V, UNIT)
             output = _load(output_ptr, queries, output_place, length, first, DV, BLOCK_V, UNIT)
             mean += tl.sum(slopes.to(tl.float32) * output.to(tl.float32), 1)
-        tl.store(mean_ptr + on_map, mean, mask=inside)
+        drift = tl.zeros((BLOCK_Q,), tl.float32)
+        size = tl.zeros((BLOCK_Q,), tl.float32)
     else:
         mean = tl.load(mean_ptr + on_map, mask=inside, other=0.0)
+        drift = tl.load(drift_ptr + on_map, mask=inside, other=0.0)
+        size = tl.load(size_ptr + on_map, mask=inside, other=0.0)
 
+    total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    for start in range(0, end, BLOCK_K):
+        keys = start + tl.arange(0, BLOCK_K)
+        weights, of_weights, key = _weights_and_slopes(
+            query, queries, log_sum_exp, key_ptr, slopes_ptr, value_ptr,
+            keys, key_place, slopes_place, value_place, length, scale,
+            D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, PRECISION, UPCAST,
+        )  # fmt: skip
+        of_logits = weights * (of_weights - mean[:, None])
+        if not AGAIN:
+            drift += tl.sum(of_logits, 1)
+            size += tl.sum(tl.abs(of_logits), 1)
+        total = multiply(of_logits.to(key.dtype), key, total, PRECISION, UPCAST)
     if grad_query_ptr is not None:
-        total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
-        for start in range(0, length, BLOCK_K):
-            keys = start + tl.arange(0, BLOCK_K)
-            weights, of_weights, key = _weights_and_slopes(
-                query, queries, log_sum_exp, key_ptr, slopes_ptr, value_ptr,
-                keys, key_place, slopes_place, value_place, length, scale,
-                D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, PRECISION, UPCAST,
-            )  # fmt: skip
-            of_logits = weights * (of_weights - mean[:, None])
-            total = multiply(of_logits.to(key.dtype), key, total, PRECISION, UPCAST)
         grad_query_ptr += (batch * grad_query_batch + head * grad_query_head + line * grad_query_line) * UNIT
-        _store(grad_query_ptr, total * scale, queries, grad_query_place, length, 0, ADD, D, BLOCK_D, UNIT)
+        places = tl.where(inside, queries, length)
+        _store(grad_query_ptr, total * scale, places, grad_query_place, length, 0, not COLUMN, D, BLOCK_D, UNIT)
+    if not AGAIN:
+        if COLUMN:
+            tl.store(drift_ptr + on_map, drift, mask=inside)
+        else:
+            size = saturated(drift, size).to(tl.float32)
+            mean += drift
+        tl.store(size_ptr + on_map, size, mask=inside)
+        tl.store(mean_ptr + on_map, mean, mask=inside)
 
 
 @_kernel

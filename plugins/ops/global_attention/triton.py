@@ -71,7 +71,6 @@ SMALLER_FLOAT_BLOCKS = {
     ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
 }
-_PRODUCTS = Block(64, 16, 4, 1)
 _OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
 _LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
 
@@ -144,8 +143,6 @@ def _adjacent(tensor: Tensor) -> bool:
 
 def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Block:
     """Return what a program holds, for the dtype and device of ``tensor``; ``both`` for row and column logits."""
-    if kernel == "products_of_outputs":
-        return _PRODUCTS
     key = kernel, "half" if tensor.dtype.itemsize == 2 else "tf32", power_of_two(max(shape.D, shape.DV), 32)
     block = BLOCKS[key]
     if not triton_launch.factors_in_shared_memory(tensor):
@@ -279,20 +276,18 @@ def backward(
         key_logits=_target(grads["key_logits"], (B, M, Hk, Wk)),
     )
     query, key, value, row, column, near = written.values()
-    of_queries = any(each is not None for each in (query, row, column))
-    of_keys = any(each is not None for each in (key, value, near))
-    sums, grad_output = lse.flatten(2).contiguous(), _readable(grad_output)
-    products = torch.empty_like(sums) if of_queries or key is not None or near is not None else None
-    if products is not None:
-        outputs = dict(output=_readable(output), grad_output=grad_output, products=products)
-        _launch("products_of_outputs", shape, options.scale, **outputs)
-    tensors = dict(**_tensors(terms, shape), grad_output=grad_output, lse=sums, products=products)
-    if of_queries:
-        targets = dict(grad_query=query, grad_row=row, grad_column=column)
-        _launch("query_gradients", shape, options.scale, **tensors, **targets)
-    if of_keys:
+    sums = lse.flatten(2).contiguous()
+    inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
+    norms = dict(lse=sums, products=torch.empty_like(sums), inverse=inverse)
+    tensors = dict(**_tensors(terms, shape), grad_output=_readable(grad_output), **norms)
+    targets = dict(output=_readable(output), grad_query=query, grad_row=row, grad_column=column)
+    _launch("query_gradients", shape, options.scale, **tensors, **targets)
+    if any(each is not None for each in (key, value, near)):
         targets = dict(grad_key=key, grad_value=value, grad_near=near)
         _launch("key_gradients", shape, options.scale, **tensors, **targets)
+    for lines, grad in ((Hk, row), (Wk, column)):
+        if lines == 1 and grad is not None:  # a logit that all keys share has the gradient 0
+            grad.zero_()
     return written
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import multiply
+from ..common.triton_math import multiply, of_rows, unsettled
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -130,6 +130,15 @@ def sum_of_terms(q, k, near, row, column, scale, QUERIES: tl.constexpr, ROWS: tl
 
 
 @triton.jit
+def weights_of(logits, norm, factor):
+    """Weights of logits and their log-sum-exps; times ``factor``, that of float32, they sum to 1."""
+    if factor is None:  # one fused operation on the device
+        return tl.exp2(logits * LOG2E - (norm * LOG2E)[:, None])
+    else:  # the difference of large logits is exact
+        return tl.exp2((logits - norm[:, None]) * LOG2E) * factor[:, None]
+
+
+@triton.jit
 def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
               UPCAST: tl.constexpr):  # fmt: skip
     """Gradients of logits, (QUERIES, KEYS), of gradients of outputs and the softmax's products."""
@@ -196,30 +205,13 @@ def forward(
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def products_of_outputs(
-    output, grad_output, products,
-    output_b, output_m, output_h, output_w, grad_output_b, grad_output_m, grad_output_h, grad_output_w,
-    M, Wq, queries,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, QUERIES: tl.constexpr, ALIGNED: tl.constexpr, FLAT: tl.constexpr,
-    LONG: tl.constexpr,
-):  # fmt: skip
-    """``products`` (B, M, queries), of each query's output and its gradient: what a softmax's gradient subtracts."""
-    head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
-    output = slab(output, b, m, output_b, output_m, ALIGNED)
-    grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
-    o = load_cells(output, places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG), known, DV, BLOCK_DV)
-    grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
-    g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
-    found = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    tl.store(products + head * queries + cells, found, mask=known)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    value, query, key, row, column, near, grad_output, lse, products, grad_query, grad_row, grad_column,
+    value, query, key, row, column, near, grad_output, output, lse, products, inverse,
+    grad_query, grad_row, grad_column,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
-    grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
+    grad_output_b, grad_output_m, grad_output_h, grad_output_w, output_b, output_m, output_h, output_w,
+    grad_query_b, grad_query_m, grad_query_h, grad_query_w,
     grad_row_b, grad_row_m, grad_row_h, grad_row_w, grad_column_b, grad_column_m, grad_column_h, grad_column_w,
     scale, M, Wq, queries, Hk, Wk, keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -227,7 +219,13 @@ def query_gradients(
     ALIGNED: tl.constexpr, LINE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ``QUERIES`` queries a program, and of their row and column logits."""
+    """Gradients of ``QUERIES`` queries a program, and of their row and column logits.
+
+    ``products`` (B, M, queries), which a softmax's gradient subtracts, is the weighted mean of value·grad_output, and
+    for float32 ``inverse`` is the factor with which weights of the log-sum-exp sum to 1. The mean is first taken from
+    the output, and mended by the sum of what it gives; where that is :func:`.unsettled`, everything is computed once
+    more.
+    """
     head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
@@ -237,61 +235,87 @@ def query_gradients(
     near = slab(near, b, m, near_b, near_m, 1)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
     grad_row = slab(grad_row, b, m, grad_row_b, grad_row_m, 1)
+    grad_query = slab(grad_query, b, m, grad_query_b, grad_query_m, ALIGNED)
     grad_column = slab(grad_column, b, m, grad_column_b, grad_column_m, 1)
     grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
     g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
-    total = tl.load(lse + head * queries + cells, mask=known, other=float("inf")) * LOG2E
-    product = tl.load(products + head * queries + cells, mask=known, other=0.0)
+    output = slab(output, b, m, output_b, output_m, ALIGNED)
+    o = load_cells(output, places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG), known, DV, BLOCK_DV)
+    product = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
     q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
     row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
     column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
 
     slot = tl.arange(0, ROWS * COLUMNS)
     MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
-    query_sum = tl.zeros((QUERIES, BLOCK_D), tl.float32)
-    for start in range(0, Wk if WIDE else 1, COLUMNS):
-        columns = start + slot % COLUMNS
-        line = start + tl.arange(0, COLUMNS)
-        column_logits = load_lines(column, column_places, known, line, Wk // LINE * LINE)
-        column_sum = tl.zeros((QUERIES, COLUMNS), tl.float32)
-        for first in range(0, Hk, ROWS):
-            rows = first + slot // COLUMNS
-            lines = first + tl.arange(0, ROWS)
-            there = (columns < Wk) & (rows * Wk + columns < keys)
-            k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
-            v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
-            near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
-            row_logits = load_lines(row, row_places, known, lines, Hk)
-            logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
-                                  PRECISION, UPCAST)  # fmt: skip
-            weights = tl.exp2(logits * LOG2E - total[:, None])
-            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
-            if grad_query is not None:
-                query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
-            if grad_row is not None:
-                row_sum = tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 2)
-                row_pointers = grad_row + places(cells, grad_row_h, grad_row_w, Wq, 1, FLAT, LONG)[:, None]
-                row_mask = known[:, None] & (lines < Hk)[None, :]
-                if WIDE:  # the row's other columns came before
-                    row_sum += tl.load(row_pointers + lines[None, :], mask=row_mask & (start > 0), other=0.0)
-                tl.store(row_pointers + lines[None, :], row_sum.to(grad_row.dtype.element_ty), mask=row_mask)
+    total, factor = None, None
+    if inverse is not None:
+        total, factor = tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), 1.0, tl.float32)
+    turn = 0
+    while turn < 2:
+        if inverse is not None:
+            total = tl.zeros((QUERIES,), tl.float32)
+        drift = tl.zeros((QUERIES,), tl.float32)
+        size = tl.zeros((QUERIES,), tl.float32)
+        query_sum = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+        for start in range(0, Wk if WIDE else 1, COLUMNS):
+            columns = start + slot % COLUMNS
+            line = start + tl.arange(0, COLUMNS)
+            column_logits = load_lines(column, column_places, known, line, Wk // LINE * LINE)
+            column_sum = tl.zeros((QUERIES, COLUMNS), tl.float32)
+            for first in range(0, Hk, ROWS):
+                rows = first + slot // COLUMNS
+                lines = first + tl.arange(0, ROWS)
+                there = (columns < Wk) & (rows * Wk + columns < keys)
+                k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
+                v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
+                near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+                row_logits = load_lines(row, row_places, known, lines, Hk)
+                logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                                      PRECISION, UPCAST)  # fmt: skip
+                weights = weights_of(logits, norm, factor)
+                slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
+                if inverse is not None:
+                    total += tl.sum(weights, 1)
+                drift += tl.sum(slopes, 1)
+                size += tl.sum(tl.abs(slopes), 1)
+                if grad_query is not None:
+                    query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
+                if grad_row is not None:
+                    row_sum = tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 2)
+                    row_pointers = grad_row + places(cells, grad_row_h, grad_row_w, Wq, 1, FLAT, LONG)[:, None]
+                    row_mask = known[:, None] & (lines < Hk)[None, :]
+                    if WIDE:  # the row's other columns came before
+                        row_sum += tl.load(row_pointers + lines[None, :], mask=row_mask & (start > 0), other=0.0)
+                    tl.store(row_pointers + lines[None, :], row_sum.to(grad_row.dtype.element_ty), mask=row_mask)
+                if grad_column is not None:
+                    column_sum += tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 1)
             if grad_column is not None:
-                column_sum += tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 1)
-        if grad_column is not None:
-            column_pointers = grad_column + places(cells, grad_column_h, grad_column_w, Wq, 1, FLAT, LONG)[:, None]
-            column_mask = known[:, None] & (line < Wk)[None, :]
-            tl.store(column_pointers + line[None, :], column_sum.to(grad_column.dtype.element_ty), mask=column_mask)
-        if WIDE:
-            tl.debug_barrier()  # what one thread stored of rows' gradients, another may load
-    if grad_query is not None:
-        grad_query = slab(grad_query, b, m, grad_query_b, grad_query_m, ALIGNED)
-        query_places = places(cells, grad_query_h, grad_query_w, Wq, ALIGNED, FLAT, LONG)
-        store_cells(grad_query, query_places, known, query_sum * scale, D, BLOCK_D)
+                column_pointers = grad_column + places(cells, grad_column_h, grad_column_w, Wq, 1, FLAT, LONG)[:, None]
+                column_mask = known[:, None] & (line < Wk)[None, :]
+                tl.store(column_pointers + line[None, :], column_sum.to(grad_column.dtype.element_ty), mask=column_mask)
+            if WIDE:
+                tl.debug_barrier()  # what one thread stored of rows' gradients, another may load
+        if inverse is not None:
+            share = 1 / tl.where(total == 0, 1.0, total)
+            query_sum *= share[:, None]
+            drift *= share
+            factor *= share
+        if grad_query is not None:
+            query_places = places(cells, grad_query_h, grad_query_w, Wq, ALIGNED, FLAT, LONG)
+            store_cells(grad_query, query_places, known, query_sum * scale, D, BLOCK_D)
+        again = unsettled(drift, size, total, grad_row is not None or grad_column is not None)
+        turn = tl.where(again, turn + 1, 2)
+        product += drift
+    tl.store(products + head * queries + cells, product, mask=known)
+    if inverse is not None:
+        tl.store(inverse + head * queries + cells, factor, mask=known)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    value, query, key, row, column, near, grad_output, lse, products, grad_key, grad_value, grad_near,
+    value, query, key, row, column, near, grad_output, lse, products, inverse, grad_key, grad_value, grad_near,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
@@ -338,8 +362,9 @@ def key_gradients(
         column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
         logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
                               PRECISION, UPCAST)  # fmt: skip
-        total = tl.load(lse + head * queries + cells, mask=known, other=float("inf")) * LOG2E
-        weights = tl.exp2(logits * LOG2E - total[:, None])
+        norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
+        factor = of_rows(inverse, head * queries + cells, known)
+        weights = weights_of(logits, norm, factor)
         if grad_value is not None:
             value_sum = multiply(tl.trans(weights.to(g.dtype)), g, value_sum, PRECISION, UPCAST)
         if grad_key is not None or grad_near is not None:

@@ -223,32 +223,26 @@ def backward(
         for name, g in grads.items()
     }
     query, key, value, band, outside, position = targets.values()
-    delta = None
-    if any(g is not None for name, g in grads.items() if name != "value"):
-        if output is None:  # another backend was to compute this backward pass
-            output = grad_output.new_empty(grad_output.shape)
-            forward(terms, options, output, torch.empty_like(lse))
-        delta = torch.empty_like(lse)
-        if band is not None:  # at the ends of a sequence, bands have taps without keys
-            band.zero_()
-        if position is not None and options.causal:  # what no query of a block sees is left out
-            position.zero_()
-        tile = call.tiles[1]
-        programs = B * M * -(-T // tile.queries)
-        own = any(t is not None for t in (query, band, outside, position))
-        call.run(
-            kernels.differentiate_queries, programs, tile, grad_output, [lse, delta], [_with_rows(output), query],
-            [band, outside, position], OWN=own, NEAR=_near(tile.keys),
-        )  # fmt: skip
+    if output is None:  # another backend was to compute this backward pass
+        output = grad_output.new_empty(grad_output.shape)
+        forward(terms, options, output, torch.empty_like(lse))
+    norms = [lse, torch.empty_like(lse), None if output.dtype.itemsize == 2 else torch.empty_like(lse)]
+    if band is not None:  # at the ends of a sequence, bands have taps without keys
+        band.zero_()
+    if position is not None and options.causal:  # what no query of a block sees is left out
+        position.zero_()
+    tile = call.tiles[1]
+    programs = B * M * -(-T // tile.queries)
+    call.run(
+        kernels.differentiate_queries, programs, tile, grad_output, norms, [_with_rows(output), query],
+        [band, outside, position], NEAR=_near(tile.keys),
+    )  # fmt: skip
     if key is not None or value is not None:
         tile = call.tiles[2]
         programs = B * M * -(-S // tile.keys)
-        call.run(
-            kernels.differentiate_keys, programs, tile, grad_output, [lse, delta], [key, value],
-            NEAR=_near(tile.queries),
-        )  # fmt: skip
+        call.run(kernels.differentiate_keys, programs, tile, grad_output, norms, [key, value], NEAR=_near(tile.queries))
     if shared is not None:
-        summed = _sum_position(kernels.differentiate_position, call, grad_output, [lse, delta], shared.shape)
+        summed = _sum_position(kernels.differentiate_position, call, grad_output, norms, shared.shape)
         targets["position_logits"] = summed
     return targets
 

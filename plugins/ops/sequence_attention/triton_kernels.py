@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import matrix_of, multiply, rows, store_rows
+from ..common.triton_math import matrix_of, multiply, of_rows, rows, store_rows, unsettled
 from .triton_logits import (
     ALL,
     AT,
@@ -98,8 +98,8 @@ def attend(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_queries(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, attended, grad_query,
-    grad_band, grad_outside, grad_position,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, attended,
+    grad_query, grad_band, grad_outside, grad_position,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     attended_b, attended_m, attended_t,
@@ -108,9 +108,14 @@ def differentiate_queries(
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, OWN: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Write ``delta``, a block of queries' outputs times their gradients, and with ``OWN`` the gradients of its own."""
+    """Write the gradients of what belongs to a block of queries, and what the other kernels need of these.
+
+    That is ``delta``, the weighted mean of value·grad_output, and for float32 ``inverse``, the factor with which
+    weights of the log-sum-exp sum to 1. The mean is first taken from the output, and mended by the sum of what it
+    gives; where that is :func:`.unsettled`, everything is computed once more.
+    """
     blocks = tl.cdiv(T, BLOCK_T)
     head = tl.program_id(0) // blocks
     b, m = head // M, head % M
@@ -120,38 +125,51 @@ def differentiate_queries(
     attended = matrix_of(attended, b, m, attended_b, attended_m, UNIT)
     attended = rows(attended, t0, T, attended_t, BLOCK_T, DV, BLOCK_DV, UNIT)
     mean = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
-    tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
-    if OWN:
-        query = matrix_of(query, b, m, query_b, query_m, UNIT)
-        key = matrix_of(key, b, m, key_b, key_m, UNIT)
-        value = matrix_of(value, b, m, value_b, value_m, UNIT)
-        band = matrix_of(band, b, m, band_b, band_m, 1)
-        outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-        position = matrix_of(position, b, m, position_b, position_m, 1)
-        padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
-        far = far_logits(outside, t0, T, outside_t, BLOCK_T)
-        segments = segments_of(segments, b, period, S)
-        own = ids_of(segments, t0 + start, S, BLOCK_T)
-        q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
-        norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
-        end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
+    query = matrix_of(query, b, m, query_b, query_m, UNIT)
+    key = matrix_of(key, b, m, key_b, key_m, UNIT)
+    value = matrix_of(value, b, m, value_b, value_m, UNIT)
+    band = matrix_of(band, b, m, band_b, band_m, 1)
+    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, 1)
+    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+    far = far_logits(outside, t0, T, outside_t, BLOCK_T)
+    segments = segments_of(segments, b, period, S)
+    own = ids_of(segments, t0 + start, S, BLOCK_T)
+    q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+    norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+    end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
+    grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
+    grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
+    grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
+    grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
+    first_part: tl.constexpr = ALL if band is None else BEFORE
+    last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
+    total, factor = None, None
+    if inverse is not None:
+        total, factor = tl.zeros((BLOCK_T,), tl.float32), tl.full((BLOCK_T,), 1.0, tl.float32)
+    turn = 0
+    while turn < 2:
+        if inverse is not None:
+            total = tl.zeros((BLOCK_T,), tl.float32)
+        drift = tl.zeros((BLOCK_T,), tl.float32)
+        size = tl.zeros((BLOCK_T,), tl.float32)
         sum_outside = tl.zeros((BLOCK_T,), tl.float32)
         sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
-        grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
-        grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
-        first_part: tl.constexpr = ALL if band is None else BEFORE
-        last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
         for PART in tl.static_range(first_part, last_part + 1):
             low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
             for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
                 k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
                 v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
                 weights, slopes = weights_and_gradients(
-                    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
-                    T, S, K, left, start, scale,
+                    q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t,
+                    position_t, T, S, K, left, start, scale,
                     BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
                 )  # fmt: skip
                 slopes = weights * (slopes - mean[:, None])
+                if inverse is not None:
+                    total += tl.sum(weights, 1)
+                drift += tl.sum(slopes, 1)
+                size += tl.sum(tl.abs(slopes), 1)
                 if grad_query is not None:
                     sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
                 row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
@@ -167,18 +185,29 @@ def differentiate_queries(
                     tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
                 if grad_outside is not None:
                     sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
+        if inverse is not None:
+            share = 1 / tl.where(total == 0, 1.0, total)
+            sum_query *= share[:, None]
+            sum_outside *= share
+            drift *= share
+            factor *= share
         if grad_query is not None:
-            grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
             store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
         if grad_outside is not None:
-            grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
             place = grad_outside + t.to(tl.int64) * grad_outside_t
             tl.store(place, sum_outside.to(grad_outside.dtype.element_ty), mask=t < T)
+        again = unsettled(drift, size, total, grad_band is not None or grad_position is not None)
+        turn = tl.where(again, turn + 1, 2)
+        mean += drift
+    tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
+    if inverse is not None:
+        tl.store(inverse + head.to(tl.int64) * T + t, factor, mask=t < T)
 
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_keys(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, grad_key, grad_value,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse,
+    grad_key, grad_value,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     grad_key_b, grad_key_m, grad_key_t, grad_value_b, grad_value_m, grad_value_t,
@@ -219,8 +248,9 @@ def differentiate_keys(
             norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
             far = far_logits(outside, t0, T, outside_t, NEAR if PART == AT else BLOCK_T)
             own = ids_of(segments, t0 + start, S, NEAR if PART == AT else BLOCK_T)
+            factor = of_rows(inverse, head.to(tl.int64) * T + t, t < T)
             weights, slopes = weights_and_gradients(
-                q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
                 T, S, K, left, start, scale,
                 NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, PRECISION, UPCAST,
             )  # fmt: skip
@@ -240,7 +270,7 @@ def differentiate_keys(
 
 @triton.jit(do_not_specialize=PLAIN)
 def differentiate_position(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, sums,
+    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, sums,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
     outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
     heads, reduced_b, reduced_m, reduced_t, share,
@@ -280,11 +310,12 @@ def differentiate_position(
         row = (b.to(tl.int64) * M + m) * T + t
         norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
         mean = tl.load(delta + row, mask=t < T, other=0.0)
+        factor = of_rows(inverse, row, t < T)
         far = far_logits(matrix_of(outside, b, m, outside_b, outside_m, 1), t0, T, outside_t, BLOCK_T)
         lines = segments_of(segments, b, period, S)
         own = ids_of(lines, t0 + start, S, BLOCK_T)
         weights, slopes = weights_and_gradients(
-            q, k, v, grad, norm, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
+            q, k, v, grad, norm, factor, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
             matrix_of(position, b, m, position_b, position_m, 1), matrix_of(padding, b, m, padding_b, padding_b * 0, 1),
             lines, band_t, position_t, T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, PRECISION, UPCAST,

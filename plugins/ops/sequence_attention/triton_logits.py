@@ -149,12 +149,15 @@ def keys_seen(t0, S, start, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def weights_and_gradients(
-    q, k, v, grad, norm, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
-    scale,
+    q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K,
+    left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of weights and one of their gradients; ``norm``: the queries' log-sum-exp in units of log(2)."""
+    """Return a tile of weights and one of their gradients.
+
+    ``norm`` is the queries' log-sum-exp in units of log(2), as it was rounded; times ``factor``, weights sum to 1.
+    """
     logits = logits_of(
         q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
         BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, PRECISION, UPCAST,
@@ -163,4 +166,7 @@ def weights_and_gradients(
         slopes = multiply(v, tl.trans(grad), tl.zeros((BLOCK_S, BLOCK_T), tl.float32), PRECISION, UPCAST)
     else:
         slopes = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
-    return tl.exp2(logits - of_queries(norm, KEYS_FIRST)), slopes
+    weights = tl.exp2(logits - of_queries(norm, KEYS_FIRST))
+    if factor is not None:
+        weights *= of_queries(factor, KEYS_FIRST)
+    return weights, slopes
