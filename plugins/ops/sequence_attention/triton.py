@@ -152,12 +152,15 @@ class Call:
         if any(n % unit for n in places + of_output + of_vectors):
             unit = 1
         places, of_output, of_vectors = ([n // unit for n in each] for each in (places, of_output, of_vectors))
+        line = _line([self.logits[2], *logits[2:]], self.S)
+        of_logits, of_gradients = self.of_logits, _strides(logits)
+        of_logits, of_gradients = ([*each[:6], *(n // line for n in each[6:])] for each in (of_logits, of_gradients))
         padding = 0 if self.padding is None else self.padding.stride(0)
         launch(
             kernel, (programs,),
             *self.vectors, *self.logits, self.padding, self.segments, output, *others, *vectors, *logits,
-            *places, *self.of_logits, padding, *of_output, *of_vectors, *_strides(logits), *numbers, *self.numbers,
-            BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, num_warps=tile.warps, num_stages=tile.stages,
+            *places, *of_logits, padding, *of_output, *of_vectors, *of_gradients, *numbers, *self.numbers,
+            BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, LINE=line, num_warps=tile.warps, num_stages=tile.stages,
             **self.constants, **constants,
         )  # fmt: skip
 
@@ -188,6 +191,13 @@ def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
             (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
             found += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
     return found
+
+
+def _line(matrices: Sequence[Tensor | None], S: int) -> int:
+    """Return how many numbers of position logits, or of their gradients, are read at a time: 16 bytes or one."""
+    given = [matrix for matrix in matrices if matrix is not None]
+    line = min((16 // matrix.element_size() for matrix in given), default=1)
+    return 1 if any(n % line for n in (S, *_strides(given))) else line
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:

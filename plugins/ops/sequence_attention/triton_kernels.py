@@ -2,8 +2,9 @@
 
 Shapes: B batch, M heads, T queries, S keys, K taps of the band, D and DV widths. A program has one (b, m) and a block
 of queries or keys; its tiles of logits are those of :mod:`.triton_sequence_logits`. Strides of query, key, value and
-the output come divided by ``UNIT``: the compiler sees that rows are aligned. Pointers that are None are terms, or
-gradients, that the call has not.
+the output come divided by ``UNIT``, those of position logits by ``LINE``: the compiler sees that rows are aligned,
+reads 16 bytes at a time, and loads a loop's next tile as it computes. Pointers that are None are terms, or gradients,
+that the call has not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def attend(
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs and log-sum-exps of a block of queries, +inf where all keys are masked."""
     blocks = tl.cdiv(T, BLOCK_T)
@@ -61,7 +62,7 @@ def attend(
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
     band = matrix_of(band, b, m, band_b, band_m, 1)
     outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, LINE)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
     far = far_logits(outside, t0, T, outside_t, BLOCK_T)
     segments = segments_of(segments, b, period, S)
@@ -79,7 +80,7 @@ def attend(
             k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
             logits = logits_of(
                 q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
-                scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+                scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(logits, 1))
             finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -108,7 +109,7 @@ def differentiate_queries(
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of what belongs to a block of queries, and what the other kernels need of these.
 
@@ -130,7 +131,7 @@ def differentiate_queries(
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
     band = matrix_of(band, b, m, band_b, band_m, 1)
     outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, LINE)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
     far = far_logits(outside, t0, T, outside_t, BLOCK_T)
     segments = segments_of(segments, b, period, S)
@@ -141,7 +142,7 @@ def differentiate_queries(
     grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
     grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
     grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
-    grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, 1)
+    grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, LINE)
     first_part: tl.constexpr = ALL if band is None else BEFORE
     last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
     total, factor = None, None
@@ -163,7 +164,7 @@ def differentiate_queries(
                 weights, slopes = weights_and_gradients(
                     q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t,
                     position_t, T, S, K, left, start, scale,
-                    BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, PRECISION, UPCAST,
+                    BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
                 )  # fmt: skip
                 slopes = weights * (slopes - mean[:, None])
                 if inverse is not None:
@@ -178,8 +179,8 @@ def differentiate_queries(
                 tap = (column + shift) - row
                 inside = (tap >= 0) & (tap < K)
                 if grad_position is not None:
-                    place = tile_of(grad_position, grad_position_t, t0, s0, row, column)
-                    tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=there)
+                    place, known = tile_of(grad_position, grad_position_t, t0, s0, T, S, row, column, LINE)
+                    tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=known)
                 if (grad_band is not None) and PART == AT:
                     place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
                     tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
@@ -214,7 +215,7 @@ def differentiate_keys(
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of keys and values."""
     blocks = tl.cdiv(S, BLOCK_S)
@@ -226,7 +227,7 @@ def differentiate_keys(
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
     band = matrix_of(band, b, m, band_b, band_m, 1)
     outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, 1)
+    position = matrix_of(position, b, m, position_b, position_m, LINE)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
     grad_output = matrix_of(grad_output, b, m, output_b, output_m, UNIT)
     segments = segments_of(segments, b, period, S)
@@ -252,7 +253,7 @@ def differentiate_keys(
             weights, slopes = weights_and_gradients(
                 q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
                 T, S, K, left, start, scale,
-                NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, PRECISION, UPCAST,
+                NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, LINE, PRECISION, UPCAST,
             )  # fmt: skip
             if grad_value is not None:
                 sum_value = multiply(weights.to(grad.dtype), grad, sum_value, PRECISION, UPCAST)
@@ -277,7 +278,7 @@ def differentiate_position(
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, EVERY_QUERY: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, EVERY_QUERY: tl.constexpr,
 ):  # fmt: skip
     """Sum the logits' gradients of a tile over a share of the axes along which position logits are broadcast.
 
@@ -316,9 +317,10 @@ def differentiate_position(
         own = ids_of(lines, t0 + start, S, BLOCK_T)
         weights, slopes = weights_and_gradients(
             q, k, v, grad, norm, factor, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
-            matrix_of(position, b, m, position_b, position_m, 1), matrix_of(padding, b, m, padding_b, padding_b * 0, 1),
-            lines, band_t, position_t, T, S, K, left, start, scale,
-            BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, PRECISION, UPCAST,
+            matrix_of(position, b, m, position_b, position_m, LINE),
+            matrix_of(padding, b, m, padding_b, padding_b * 0, 1), lines, band_t, position_t,
+            T, S, K, left, start, scale,
+            BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, LINE, PRECISION, UPCAST,
         )  # fmt: skip
         total += weights * (slopes - mean[:, None])
     place = part.to(tl.int64) * heads + head

@@ -36,10 +36,10 @@ def of_keys(found, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def tile_of(matrix, stride, t0, s0, row, column):
-    """Pointers to a tile's elements of a matrix (T, S)."""
-    begin = matrix + stride.to(tl.int64) * t0 + s0
-    return (begin + row * stride) + column
+def tile_of(matrix, stride, t0, s0, T, S, row, column, LINE: tl.constexpr):
+    """Pointers to a tile's elements of a matrix (T, S), and where there are any; ``LINE`` divides S and the stride."""
+    begin = matrix + stride.to(tl.int64) * LINE * t0 + s0
+    return (begin + row * stride * LINE) + column, (row < T - t0) & (column < S // LINE * LINE - s0)
 
 
 @triton.jit
@@ -92,7 +92,7 @@ def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, NE
 def logits_of(
     q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of logits in units of log(2), -inf where a key is masked or there is none.
 
@@ -102,7 +102,8 @@ def logits_of(
     column = of_keys(tl.arange(0, BLOCK_S), KEYS_FIRST)
     there = (row < T - t0) & (column < S - s0)
     if position is not None:
-        addend = tl.load(tile_of(position, position_t, t0, s0, row, column), mask=there, other=0.0)
+        places, known = tile_of(position, position_t, t0, s0, T, S, row, column, LINE)
+        addend = tl.load(places, mask=known, other=0.0)
     if PART == AT:
         shift = s0 - t0 + left - start
         tap = (column + shift) - row
@@ -152,7 +153,7 @@ def weights_and_gradients(
     q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K,
     left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of weights and one of their gradients.
 
@@ -160,7 +161,7 @@ def weights_and_gradients(
     """
     logits = logits_of(
         q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start, scale,
-        BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, PRECISION, UPCAST,
+        BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, LINE, PRECISION, UPCAST,
     )  # fmt: skip
     if KEYS_FIRST:
         slopes = multiply(v, tl.trans(grad), tl.zeros((BLOCK_S, BLOCK_T), tl.float32), PRECISION, UPCAST)

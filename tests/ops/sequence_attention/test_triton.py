@@ -96,6 +96,14 @@ def test_shared_logits(axes, small_tiles):
     check(ATTEND, terms, options(scale=0.2))
 
 
+@DTYPES
+@pytest.mark.parametrize("shared", [None, 0, 1, 2])
+@pytest.mark.parametrize("S", [40, 41])
+def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_tiles):
+    terms = operands((True, False, False, True), M=2, T=18, S=S, dtype=dtype, shared=(None, None, shared))
+    check(ATTEND, terms, options(padding(2, S), 22, causal=shared == 1))
+
+
 def test_a_large_batch_shares_position_logits(monkeypatch, small_tiles):
     """A batch is parted where it has more entries than programs are wanted; the last part is smaller."""
     monkeypatch.setattr(triton_sequence, "PROGRAMS", 3)
@@ -215,7 +223,8 @@ def meta(*shape):
 
 def call(T, S, K, start, d=64, B=2, M=4, causal=False):
     heads = [meta(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
-    terms = Terms(*heads, meta(B, M, T, K), meta(1, M, T), meta(1, M, T, S))
+    band = () if K is None else (meta(B, M, T, K), meta(1, M, T))
+    terms = Terms(*heads, *(band or (None, None)), meta(1 if band else B, M, T, S))
     return ATTEND, terms, Options(meta(B, S).bool(), start, causal, 0.125)
 """
 
@@ -249,10 +258,13 @@ def test_kernels_compile_without_spills(python):
         + """
 from tests.helpers.triton_compile import compiled, launches, variants
 
-for each, kernel in variants(launches(*call(200, 300, 21, 0, causal=True), passes="forward")).items():
-    found = compiled(each, kernel, 90)
-    assert found["stack"] == 0, found
-    assert found["shared"] <= 163 * 1024, found
+for T, S, K, causal, passes in ((200, 300, 21, True, "forward"), (512, 512, None, False, "both")):
+    for capability in (80, 90):
+        recorded = launches(*call(T, S, K, 0, causal=causal), passes=passes, capability=capability)
+        for each, kernel in variants(recorded).items():
+            found = compiled(each, kernel, capability)
+            assert found["spills"] == 0, found
+            assert found["shared"] <= 99 * 1024, found
 """
     )
     python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
