@@ -163,7 +163,8 @@ def test_flash_attention_takes_folded_terms(folded_terms, dtype, monkeypatch):
         return (scale * query.float() @ key.float().mT - lse.unsqueeze(-1)).exp()
 
     def forward(query, key, value, scale):
-        assert query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+        assert query.shape[-1] == value.shape[-1]
+        assert query.shape[-1] % 8 == 0
         lse = (scale * query.float() @ key.float().mT).logsumexp(-1)
         return (weights(query, key, scale, lse) @ value.float()).to(value.dtype), lse
 
