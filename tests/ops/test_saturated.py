@@ -82,17 +82,21 @@ def test_errors_are_those_of_the_definition(operator, keys, size, dtype, backend
 
 # 64 keys of criss-cross attention take the interpreter minutes; its kernels take content in halves alone.
 INTERPRETED = [
-    *itertools.product([global_attention, sequence_attention], [1, 2, 8, 64], [torch.float32, *HALVES]),
-    *itertools.product([criss_cross_attention], [1, 2, 8], HALVES),
+    *itertools.product([global_attention, sequence_attention], [1, 2, 8, 64], [torch.float32, *HALVES], "1"),
+    *itertools.product([sequence_attention], [1, 2, 8, 64], HALVES, "0"),  # not by the kernel of windows
+    *itertools.product([criss_cross_attention], [1, 2, 8], HALVES, "1"),
 ]
 
 
 @needs_triton
 @pytest.mark.sampled(6)
 @SIZES
-@pytest.mark.parametrize("operator, keys, dtype", INTERPRETED, ids=lambda given: getattr(given, "__name__", str(given)))
-def test_errors_of_triton_are_those_of_the_definition(operator, keys, dtype, size):
+@pytest.mark.parametrize(
+    "operator, keys, dtype, windows", INTERPRETED, ids=lambda given: getattr(given, "__name__", str(given))
+)
+def test_errors_of_triton_are_those_of_the_definition(operator, keys, dtype, windows, size, monkeypatch):
     """As above, with one head of one image."""
+    monkeypatch.setenv("ATTN_PLUGINS_WINDOWS", windows)
 
     def make(draw) -> Call:
         terms, options = operator(keys, draw)

@@ -2,11 +2,13 @@
 
 The forward pass goes once over the keys, for each block of queries. The backward pass goes once over the keys for the
 gradients of what belongs to queries, once over the queries for those of what belongs to keys, and once more for
-position logits that are broadcast. No sum depends on the order in which blocks run.
+position logits that are broadcast; in half precision, that of windows of up to 64 places is a single kernel. No sum
+depends on the order in which blocks run.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -233,6 +235,18 @@ def backward(
         for name, g in grads.items()
     }
     query, key, value, band, outside, position = targets.values()
+    if _are_windows(call, terms):
+        position = grads["position_logits"]
+        parts = min(B, -(-PROGRAMS // max(M, 1)))
+        sums = None if position is None else position.new_empty((parts, M, T, S), dtype=torch.float32)
+        block = power_of_two(max(T, S))
+        tile = Tile(block, block, 8, 2 if triton_launch.hopper(terms.value) else 1)  # those that do not spill
+        share = -(-B // max(parts, 1))
+        call.run(
+            kernels.differentiate_windows, parts * M, tile, grad_output, [sums], [query, key, value],
+            numbers=[share, B],
+        )  # fmt: skip
+        return targets | dict(position_logits=None if sums is None else sums.sum(0, keepdim=True))
     if output is None:  # another backend was to compute this backward pass
         output = grad_output.new_empty(grad_output.shape)
         forward(terms, options, output, torch.empty_like(lse))
@@ -255,6 +269,21 @@ def backward(
         summed = _sum_position(kernels.differentiate_position, call, grad_output, norms, shared.shape)
         targets["position_logits"] = summed
     return targets
+
+
+def _are_windows(call: Call, terms: Terms) -> bool:
+    """Return whether one kernel computes all gradients: sequences fit its tile, and their position logits are shared.
+
+    ATTN_PLUGINS_WINDOWS=0 switches this off. Not timed.
+    """
+    position = terms.position_logits
+    return (
+        os.environ.get("ATTN_PLUGINS_WINDOWS") != "0"
+        and call.constants["PRECISION"] == "ieee"
+        and max(call.T, call.S, call.d, call.dv) <= SHORT
+        and call.K == 0
+        and (position is None or position.shape[0] == 1)
+    )
 
 
 def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:

@@ -33,7 +33,7 @@ from .triton_logits import (
 # Arguments that differ from call to call, for which nothing is compiled again.
 PLAIN = [
     *("M", "T", "S", "K", "left", "start", "padding_b", "period"),
-    *("reduced_b", "reduced_m", "reduced_t", "share", "heads"),
+    *("reduced_b", "reduced_m", "reduced_t", "share", "heads", "entries"),
     *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
                                         "grad_query", "grad_key", "grad_value", "grad_band", "grad_outside",
                                         "grad_position")
@@ -330,3 +330,64 @@ def differentiate_position(
         t = own_t * BLOCK_T + tl.arange(0, BLOCK_T)
         there = (t < T)[:, None] & (s < S)[None, :]
         tl.store(sums + (place * T + t)[:, None] * S + s[None, :], total, mask=there)
+
+
+@triton.jit(do_not_specialize=PLAIN)
+def differentiate_windows(
+    value, query, key, band, outside, position, padding, segments, grad_output, sums, grad_query, grad_key, grad_value,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    grad_query_b, grad_query_m, grad_query_t, grad_key_b, grad_key_m, grad_key_t,
+    grad_value_b, grad_value_m, grad_value_t,
+    share, entries, M, T, S, K, left, start, period, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Write all gradients of a head's sequences that fit a tile, in a share of the batch.
+
+    Weights are computed anew, so that neither output nor log-sum-exp is read. ``sums``, (parts, M, T, S) float32, are
+    those of position logits, which the batch shares.
+    """
+    part, m = tl.program_id(0) // M, tl.program_id(0) % M
+    total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
+    first = part * share
+    for entry in range(0, tl.minimum(share, entries - first)):
+        b = first + entry
+        q = rows(matrix_of(query, b, m, query_b, query_m, UNIT), 0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
+        k = rows(matrix_of(key, b, m, key_b, key_m, UNIT), 0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
+        v = rows(matrix_of(value, b, m, value_b, value_m, UNIT), 0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
+        grad = rows(matrix_of(grad_output, b, m, output_b, output_m, UNIT), 0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+        lines = segments_of(segments, b, period, S)
+        logits = logits_of(
+            q, k, 0, 0, None, ids_of(lines, start, S, BLOCK_T), None,
+            matrix_of(position, b, m, position_b, position_m, LINE),
+            matrix_of(padding, b, m, padding_b, padding_b * 0, 1), lines, band_t, position_t,
+            T, S, K, left, start, scale,
+            BLOCK_T, BLOCK_S, CAUSAL, ALL, False, LINE, PRECISION, UPCAST,
+        )  # fmt: skip
+        top = tl.max(logits, 1)
+        weights = tl.exp2(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
+        sum_weights = tl.sum(weights, 1)
+        weights /= tl.where(sum_weights == 0, 1.0, sum_weights)[:, None]
+        slopes = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
+        slopes = weights * (slopes - tl.sum(weights * slopes, 1)[:, None])
+        total += slopes
+        if grad_query is not None:
+            sum_query = multiply(slopes.to(k.dtype), k, tl.zeros((BLOCK_T, BLOCK_D), tl.float32), PRECISION, UPCAST)
+            place = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
+            store_rows(place, 0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
+        if grad_key is not None:
+            zeros = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+            sum_key = multiply(tl.trans(slopes.to(q.dtype)), q, zeros, PRECISION, UPCAST)
+            place = matrix_of(grad_key, b, m, grad_key_b, grad_key_m, UNIT)
+            store_rows(place, 0, S, grad_key_t, sum_key * scale, BLOCK_S, D, BLOCK_D, UNIT)
+        if grad_value is not None:
+            zeros = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+            sum_value = multiply(tl.trans(weights.to(grad.dtype)), grad, zeros, PRECISION, UPCAST)
+            place = matrix_of(grad_value, b, m, grad_value_b, grad_value_m, UNIT)
+            store_rows(place, 0, S, grad_value_t, sum_value, BLOCK_S, DV, BLOCK_DV, UNIT)
+    if sums is not None:
+        t, s = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
+        place = sums + tl.program_id(0).to(tl.int64) * T * S + t[:, None] * S + s[None, :]
+        tl.store(place, total, mask=(t < T)[:, None] & (s < S)[None, :])

@@ -104,6 +104,24 @@ def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_t
     check(ATTEND, terms, options(padding(2, S), 22, causal=shared == 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [(0,), (0, 1), (0, 2), None])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_of_windows_by_one_kernel(masked, shared, dtype, monkeypatch):
+    """Several entries of a batch share a program; the last has fewer."""
+    monkeypatch.setattr(triton_sequence, "PROGRAMS", 4)
+    terms = operands((True, False, False, shared is not None), B=3, M=2, T=12, S=14, dtype=dtype, shared=(0, 0, None))
+    for axis in shared or ():
+        terms = terms._replace(position_logits=terms.position_logits.narrow(axis, 0, 1))
+    how = options(padding(3, 14), 2, causal=True) if masked else options()
+    ids = torch.arange(14, dtype=torch.int32, device=DEVICE).div(5, rounding_mode="floor").expand(1, 14)
+    check(ATTEND, terms, how if masked else how._replace(segment_ids=ids.int().contiguous()))
+    with backend("triton"), triton_launch.recorded() as found:
+        output, lse = ATTEND._forward(*terms, *how)
+        ATTEND._backward(output, *terms, output, lse, *how, [term is not None for term in terms])
+    assert [launch.kernel.__name__ for launch in found] == ["attend", "differentiate_windows"]
+
+
 def test_a_large_batch_shares_position_logits(monkeypatch, small_tiles):
     """A batch is parted where it has more entries than programs are wanted; the last part is smaller."""
     monkeypatch.setattr(triton_sequence, "PROGRAMS", 3)
@@ -178,11 +196,13 @@ def test_only_wanted_gradients(small_tiles):
 
 
 @pytest.mark.parametrize("B, M, T, dv", [(0, 2, 5, 4), (2, 0, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)])
-def test_nothing_to_compute(B, M, T, dv):
-    terms = operands(B=B, M=M, T=T, dv=dv, shared=(None, None, None))
-    found = results_and_gradients(ATTEND, terms, options(), torch.zeros(B, M, T, dv, device=DEVICE))
+@pytest.mark.parametrize("present, dtype", [(ALL, torch.float32), ((True, False, False, True), torch.float16)])
+def test_nothing_to_compute(present, dtype, B, M, T, dv):
+    shared = (None, None, 0 if dtype == torch.float16 and B else None)
+    terms = operands(present, B=B, M=M, T=T, dv=dv, dtype=dtype, shared=shared)
+    found = results_and_gradients(ATTEND, terms, options(), torch.zeros(B, M, T, dv, device=DEVICE, dtype=dtype))
     assert found[0].shape == (B, M, T, dv)
-    assert all(not grad.any() for grad in found[1:])
+    assert all(not grad.any() for grad in found[1:] if grad is not None)
 
 
 def test_what_it_refuses_in_words():
@@ -224,7 +244,7 @@ def meta(*shape):
 def call(T, S, K, start, d=64, B=2, M=4, causal=False):
     heads = [meta(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
     band = () if K is None else (meta(B, M, T, K), meta(1, M, T))
-    terms = Terms(*heads, *(band or (None, None)), meta(1 if band else B, M, T, S))
+    terms = Terms(*heads, *(band or (None, None)), meta(1 if band or T < 64 else B, M, T, S))
     return ATTEND, terms, Options(meta(B, S).bool(), start, causal, 0.125)
 """
 
@@ -258,7 +278,8 @@ def test_kernels_compile_without_spills(python):
         + """
 from tests.helpers.triton_compile import compiled, launches, variants
 
-for T, S, K, causal, passes in ((200, 300, 21, True, "forward"), (512, 512, None, False, "both")):
+pairs, windows = (512, 512, None, False, "both"), (49, 49, None, False, "both")
+for T, S, K, causal, passes in ((200, 300, 21, True, "forward"), pairs, windows):
     for capability in (80, 90):
         recorded = launches(*call(T, S, K, 0, causal=causal), passes=passes, capability=capability)
         for each, kernel in variants(recorded).items():
