@@ -1,6 +1,6 @@
 """Triton's place among the backends: where its kernels run, how they are launched, what they are compiled for.
 
-A region's kernels lie in a file of their own, ``triton_*_kernels.py``, which imports ``triton`` and is imported by the
+A region's kernels lie in a file of their own, ``triton_kernels.py``, which imports ``triton`` and is imported by the
 first call that they serve. They are launched by :func:`launch` alone. Where the variable ``TRITON_INTERPRET`` is 1 as
 that file is imported, its kernels run in Triton's interpreter, on tensors of the CPU: for tests.
 

@@ -1,7 +1,7 @@
 """Global attention in Triton: what its kernels need of a call, and their launches.
 
 Half numbers are multiplied as they are and summed in float32; the softmax is in float32. Sums have a fixed order, so
-that gradients are the same each time. See :mod:`.triton_global_kernels`.
+that gradients are the same each time. See :mod:`.triton_kernels`.
 """
 
 from __future__ import annotations

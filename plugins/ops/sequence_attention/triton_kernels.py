@@ -1,7 +1,7 @@
 """Flash-style kernels of sequence attention; :mod:`.triton` launches them.
 
 Shapes: B batch, M heads, T queries, S keys, K taps of the band, D and DV widths. A program has one (b, m) and a block
-of queries or keys; its tiles of logits are those of :mod:`.triton_sequence_logits`. Strides of query, key, value and
+of queries or keys; its tiles of logits are those of :mod:`.triton_logits`. Strides of query, key, value and
 the output come divided by ``UNIT``, those of position logits by ``LINE``: the compiler sees that rows are aligned,
 reads 16 bytes at a time, and loads a loop's next tile as it computes. Pointers that are None are terms, or gradients,
 that the call has not.

@@ -1,7 +1,7 @@
 """What the kernels of sequence attention compute alike: a tile of logits, its weights and their gradients.
 
 A tile is (queries, keys), or (keys, queries) with ``KEYS_FIRST``. Logits are in units of log(2), for ``exp2``. Names
-and shapes are those of :mod:`.triton_sequence_kernels`.
+and shapes are those of :mod:`.triton_kernels`.
 """
 
 from __future__ import annotations
