@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..common.attention import Attention, Geometry, MapAttention
-from ..common.checks import check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
+from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from .memory_format import in_format_of, to_channels_last
 from .normalised import normalise, projections
@@ -220,6 +220,7 @@ class DynamicConv1d(nn.Module):
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
+        check_fits("x", x, self.input.weight)
         check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
         value = F.glu(self.input(x.transpose(1, 2)), -1)
         taps = self._grouped(self.kernel(value))

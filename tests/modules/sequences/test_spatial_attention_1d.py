@@ -2,13 +2,87 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from attn_plugins.modules import MultiheadSpatialAttention, SequenceCache
-from tests.helpers.module_checks import check_dropout
-from tests.helpers.spatial_attention_1d import BITS, MODES, build, by_loops, in_steps, inputs
+
+BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
+MODES = ["self", "causal", "cross"]
+
+
+def build(bits="1111", mode="self", *, dtype=torch.float64, **options) -> MultiheadSpatialAttention:
+    torch.manual_seed(0)
+    if mode == "cross":
+        options.setdefault("kdim", 5)
+    module = MultiheadSpatialAttention(6, 3, bits, causal=mode == "causal", **options).to(dtype)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.7)
+    return module
+
+
+def inputs(mode, T=5, S=7, B=2, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    query = torch.randn(B, T, 6, dtype=dtype)
+    return (query, torch.randn(B, S, 5, dtype=dtype)) if mode == "cross" else (query,)
+
+
+def in_steps(module, query, *keys, sizes=None, cache=None, **options) -> torch.Tensor:
+    cache = SequenceCache() if cache is None else cache
+    parts = query.split(sizes or 1, 1)
+    return torch.cat([module(part, *keys, cache=cache, **options) for part in parts], 1)
+
+
+@torch.no_grad()
+def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, padding=None, source=0) -> torch.Tensor:
+    """Compute the definition for every query, key and head separately; ``source`` is the source's first position."""
+    key = query if key is None else key
+    value = key if value is None else value
+    B, T, C = query.shape
+    S, M = key.shape[1], module.num_heads
+    d = C // M
+
+    def weight(layer):
+        return None if layer is None else layer.weight.numpy()
+
+    def project(layer, x):
+        return layer.weight.numpy() @ x.numpy() + (0 if layer.bias is None else layer.bias.numpy())
+
+    W = weight(module.position_proj)
+    e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
+    output = np.zeros((B, T, C))
+    for b, m, t in itertools.product(range(B), range(M), range(T)):
+        head = slice(m * d, (m + 1) * d)
+        logits = np.full(S, -np.inf)
+        for s in range(S):
+            offset = s - source - t
+            if padding is not None and padding[b, s]:
+                continue
+            if module.causal and offset > 0:
+                continue
+            if module.attention_range != -1 and abs(offset) > (module.attention_range - 1) / 2:
+                continue
+            rates = [1 / 10000 ** (2 * i / C) for i in range(C // 2)]
+            R = np.array([math.sin(offset * r) for r in rates] + [math.cos(offset * r) for r in rates])
+            logits[s] = 0
+            if e1:
+                logits[s] += project(module.q_proj, query[b, t])[head] @ project(module.k_proj, key[b, s])[head]
+            if e2:
+                logits[s] += project(module.q_proj, query[b, t])[head] @ (W @ R)[head]
+            if e3:
+                logits[s] += module.content_bias[m].numpy() @ project(module.k_proj, key[b, s])[head]
+            if e4:
+                logits[s] += module.position_bias[m].numpy() @ (W @ R)[head]
+            logits[s] *= module.scale
+        weights = np.exp(logits - logits.max()) if np.isfinite(logits).any() else np.zeros(S)
+        weights /= max(weights.sum(), 1e-300)
+        output[b, t, head] = sum(weights[s] * module.v_proj(value[b, s]).numpy()[head] for s in range(S))
+    return module.out_proj(torch.from_numpy(output))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -73,36 +147,20 @@ def test_with_all_biases_it_is_the_transformers_attention():
     torch.testing.assert_close(module(x), theirs(x, x, x)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", ["1111", "0010", "0000"])
-def test_attention_maps(bits, mode):
-    module, arguments = build(bits, mode), inputs(mode)
-    maps = module.attention_maps(*arguments)
-    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 3, 5, dtype=torch.float64))
-    value = module.v_proj(arguments[-1]).unflatten(2, (3, 2)).transpose(1, 2)
-    torch.testing.assert_close(module.out_proj((maps @ value).transpose(1, 2).flatten(2)), module(*arguments))
-    torch.testing.assert_close(module.attention_maps(*arguments, queries=torch.tensor([4, 1])), maps[:, :, [4, 1]])
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention_range", [-1, 3])
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("mode", MODES)
-def test_padding_changes_no_other_token(mode, bits, attention_range, side):
-    module, arguments = build(bits, mode, attention_range=attention_range), inputs(mode, B=1)
-    whole = module(*arguments)
-    keys = arguments[-1]
+def test_padding_of_the_source_changes_nothing(bits, attention_range, side):
+    module, arguments = build(bits, "cross", attention_range=attention_range), inputs("cross", B=1)
+    keys = arguments[1]
     noise = torch.randn(1, 3, keys.shape[2], dtype=torch.float64)
     padded = torch.cat((noise, keys) if side == "left" else (keys, noise), 1)
     mask = torch.zeros(1, padded.shape[1], dtype=torch.bool)
     mask[:, slice(0, 3) if side == "left" else slice(-3, None)] = True
-    if mode == "cross":
-        torch.testing.assert_close(module(arguments[0], padded, key_padding_mask=mask), whole)
-        maps = module.attention_maps(arguments[0], padded, key_padding_mask=mask)
-        assert not maps[..., mask[0]].any()
-        torch.testing.assert_close(maps[..., ~mask[0]], module.attention_maps(*arguments))
-    else:
-        torch.testing.assert_close(module(padded, key_padding_mask=mask)[:, ~mask[0]], whole)
+    torch.testing.assert_close(module(arguments[0], padded, key_padding_mask=mask), module(*arguments))
+    maps = module.attention_maps(arguments[0], padded, key_padding_mask=mask)
+    assert not maps[..., mask[0]].any()
+    torch.testing.assert_close(maps[..., ~mask[0]], module.attention_maps(*arguments))
 
 
 def test_padding_in_the_formula_and_step_by_step():
@@ -132,41 +190,8 @@ def test_only_padding_gives_the_bias():
     torch.testing.assert_close(output[0], module(*arguments)[0])
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_an_empty_batch(mode):
-    module, arguments = build("1111", mode), inputs(mode, B=0)
-    assert module(*arguments).shape == (0, 5, 6)
-    assert module.attention_maps(*arguments).shape == (0, 3, 5, 7 if mode == "cross" else 5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", BITS)
-def test_every_parameter_learns(bits, mode):
-    for attention_range in (-1, 3):
-        module, arguments = build(bits, mode, attention_range=attention_range), inputs(mode)
-        module(*arguments).square().sum().backward()
-        for name, parameter in module.named_parameters():
-            assert parameter.grad.abs().max() > 1e-9, name
-
-
-@pytest.mark.parametrize("bits", ["1111", "0010", "0001"])
-def test_export_for_any_length(bits):
-    module = build(bits, "causal", dtype=torch.float32)
-    length = torch.export.Dim("length", min=2, max=512)
-    exported = torch.export.export(module, inputs("causal", dtype=torch.float32), dynamic_shapes=({1: length},))
-    (x,) = inputs("causal", T=23, dtype=torch.float32)
-    torch.testing.assert_close(exported.module()(x), module(x))
-
-
-def test_dropout_is_of_the_weights_and_of_training_alone():
-    check_dropout(build("1111", dropout=0.4), build("1111"), *inputs("self"))
-
-
 def test_state_dict():
-    module, (x,) = build("1111"), inputs("self")
-    other = MultiheadSpatialAttention(6, 3).double()
-    other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(other(x), module(x), rtol=0, atol=0)
+    module = build("1111")
     names = {"q_proj.weight", "k_proj.weight", "position_proj.weight", "content_bias", "position_bias"}
     ends = {"v_proj.weight", "v_proj.bias", "out_proj.weight", "out_proj.bias"}
     assert set(module.state_dict()) == names | ends
@@ -180,18 +205,13 @@ def test_state_dict():
 @pytest.mark.parametrize(
     "options, words",
     [
-        (dict(attention_type="12"), "attention_type must be a string of four bits such as '1111', got '12'"),
-        (dict(attention_type="1121"), "attention_type must be a string of four bits"),
         (
             dict(attention_type="0111", query_key_bias=True),
             "query_key_bias needs the first bit of attention_type, got '0111'",
         ),
         (dict(attention_range=4), "attention_range must be -1 .* or a positive odd int .* got 4"),
         (dict(attention_range=0), "attention_range must be"),
-        (dict(num_heads=4), "num_heads must divide embed_dim = 6, got 4"),
-        (dict(num_heads=0), "num_heads must be a positive int, got 0"),
         (dict(embed_dim=9, num_heads=3), "embed_dim must be even for relative positions"),
-        (dict(dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
         (dict(causal=True, kdim=5), "kdim must be a positive int, and embed_dim = 6 with causal, got 5"),
     ],
 )
@@ -206,10 +226,6 @@ def test_bad_input():
     source = inputs("cross")[1]
     mask = torch.zeros(2, 7, dtype=torch.bool)
     for call, kind, words in [
-        (lambda: module(x[:, :, :4]), ValueError, r"query must have shape \(B, T, 6\) with at least one token"),
-        (lambda: module(x[:, :0]), ValueError, "at least one token"),
-        (lambda: module(x.float()), TypeError, "query must have the module's dtype torch.float64, got torch.float32"),
-        (lambda: module(x, key_padding_mask=mask), ValueError, r"key_padding_mask must have shape \(2, 5\)"),
         (lambda: cross(x, source, key_padding_mask=mask.T), ValueError, r"key_padding_mask must have shape \(2, 7\)"),
         (lambda: cross(x, source, key_padding_mask=mask.long()), TypeError, "must be a bool Tensor"),
         (lambda: cross(x, source[:1]), ValueError, "key must have query's batch size 2, got 1"),
@@ -218,7 +234,6 @@ def test_bad_input():
         (lambda: module(x, value=torch.randn_like(x)), ValueError, "value must be None without key"),
         (lambda: causal(x, x.clone()), ValueError, "key must be None with causal=True"),
         (lambda: module(x, cache=SequenceCache()), ValueError, "cache needs causal=True or a key"),
-        (lambda: causal(x, cache={}), TypeError, "cache must be a SequenceCache, got dict"),
     ]:
         with pytest.raises(kind, match=words):
             call()
@@ -226,27 +241,12 @@ def test_bad_input():
     cross(x, source, cache=cache)
     with pytest.raises(ValueError, match="key must be that of the cache, of length 7, got 6"):
         cross(x, source[:, 1:], cache=cache)
-    with pytest.raises(ValueError, match="cache must be of query's batch size 1, got one of 2"):
-        cross(x[:1], source[:1], cache=cache)
 
 
-@pytest.mark.parametrize("bits", ["1111", "0100", "0010", "0001", "0000"])
-@pytest.mark.parametrize("attention_range", [-1, 5])
-def test_the_future_is_not_seen(bits, attention_range):
-    module, (x,) = build(bits, "causal", attention_range=attention_range), inputs("causal", T=9)
-    before = module(x)
-    for t in range(8):
-        changed = x.clone()
-        changed[:, t + 1 :] += torch.randn_like(changed[:, t + 1 :])
-        torch.testing.assert_close(module(changed)[:, : t + 1], before[:, : t + 1], rtol=0, atol=1e-12)
-        assert not torch.allclose(module(changed)[:, t + 1 :], before[:, t + 1 :])
-
-
-@pytest.mark.parametrize("mode", ["causal", "cross"])
 @pytest.mark.parametrize("attention_range", [-1, 1, 5])
 @pytest.mark.parametrize("bits", BITS)
-def test_step_by_step_equals_the_full_pass(bits, attention_range, mode):
-    module, arguments = build(bits, mode, attention_range=attention_range), inputs(mode, T=8)
+def test_step_by_step_beside_a_source_equals_the_full_pass(bits, attention_range):
+    module, arguments = build(bits, "cross", attention_range=attention_range), inputs("cross", T=8)
     full = module(*arguments)
     torch.testing.assert_close(in_steps(module, *arguments), full)
     torch.testing.assert_close(in_steps(module, *arguments, sizes=[3, 1, 4]), full)
@@ -260,40 +260,18 @@ def test_a_long_decoding():
     torch.testing.assert_close(in_steps(module, x, source), module(x, source))
 
 
-@pytest.mark.parametrize("mode", ["causal", "cross"])
 @pytest.mark.parametrize("attention_range", [-1, 5])
-def test_after_a_reorder_of_the_beam(attention_range, mode):
-    module, arguments = build("1111", mode, attention_range=attention_range), inputs(mode, T=8, B=3)
-    mask = None
-    if mode == "cross":  # of other lengths, on either side
-        mask = torch.zeros(3, 7, dtype=torch.bool)
-        mask[0, 5:] = mask[2, :2] = True
-    x, keys = arguments[0], arguments[1:]
+def test_after_a_reorder_of_the_beam(attention_range):
+    """Sources of other lengths are padded on either side."""
+    module, (x, *keys) = build("1111", "cross", attention_range=attention_range), inputs("cross", T=8, B=3)
+    mask = torch.zeros(3, 7, dtype=torch.bool)
+    mask[0, 5:] = mask[2, :2] = True
     cache, order = SequenceCache(), torch.tensor([2, 0, 0, 1])
     for t in range(4):
         module(x[:, t : t + 1], *keys, key_padding_mask=mask, cache=cache)
     assert cache.reorder(order) is cache
     rest = torch.randn(4, 4, 6, dtype=torch.float64)
-    keys = tuple(k[order] for k in keys)
-    mask = None if mask is None else mask[order]
+    keys, mask = [k[order] for k in keys], mask[order]
     ours = in_steps(module, rest, *keys, cache=cache, key_padding_mask=mask)
     full = module(torch.cat((x[order, :4], rest), 1), *keys, key_padding_mask=mask)
     torch.testing.assert_close(ours, full[:, 4:])
-
-
-def test_the_range_bounds_the_cache():
-    module, (x,) = build("1111", "causal", attention_range=5), inputs("causal", T=20)
-    cache = SequenceCache()
-    in_steps(module, x, cache=cache)
-    assert cache.value.shape[2] == cache.key.shape[2] == 2
-    assert cache.steps == 20
-
-
-def test_attention_maps_leave_the_cache():
-    module, (x, source) = build("1111", "cross"), inputs("cross")
-    cache = SequenceCache()
-    for t in range(3):
-        maps = module.attention_maps(x[:, t : t + 1], source, cache=cache)
-        assert cache.steps == t
-        torch.testing.assert_close(maps, module.attention_maps(x, source)[:, :, t : t + 1])
-        module(x[:, t : t + 1], source, cache=cache)

@@ -1,17 +1,21 @@
-"""The logits of every term: their sum's softmax is the attention, and each equals those of a module with one term."""
+"""The attention that modules show: weights make the output, logits the weights, and a term's logits are its own."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from attn_plugins import modules
 from attn_plugins.modules import (
     AAConv2d,
     BilateralCrissCross2d,
     BilateralNonLocal2d,
     BilateralSelfAttention,
-    CrissCrossAttention2d,
     DynamicConv2d,
     GeneralizedAttention2d,
     LocalBilateralConv2d,
@@ -22,8 +26,150 @@ from attn_plugins.modules import (
     capture_attention,
 )
 from attn_plugins.modules.common.capture import softmax_over_keys
+from tests.helpers.cuda_checks import moved, randomised
+from tests.helpers.module_inputs import inputs
+from tests.helpers.public_modules import VARIANTS
 
 TERMS = dict(content="1000", content_position="0100", saliency="0010", position="0001")
+WITHOUT_WEIGHTS = ("AAConv2d, no attention", "NonLocal2d, dot product", "NonLocal2d, concatenation",
+                   "NonLocal3d, concatenation")  # fmt: skip
+LAYERS = {
+    **{name: build for name, build in VARIANTS.items()
+       if name not in WITHOUT_WEIGHTS and hasattr(getattr(modules, name.split(",")[0]), "attention_maps")},
+    "BilateralNonLocal2d, -inf": partial(BilateralNonLocal2d, 16, kernel_size=3, outside="-inf", smoothing="sqrt_d"),
+    "CrissCrossAttention2d, resized": partial(modules.CrissCrossAttention2d, 16, 2, "relative", (4, 5), 0.5),
+    "GeneralizedAttention2d, 1101": partial(GeneralizedAttention2d, 16, 2, "1101", q_stride=2, kv_stride=3),
+    "LocalBilateralConv2d, content": partial(LocalBilateralConv2d, 16, 16, num_heads=2, dilation=2, geometric=False),
+    "LocalBilateralConv2d, geometric": partial(LocalBilateralConv2d, 16, 16, num_heads=2, content=False),
+    "NonLocal2d, both": partial(NonLocal2d, 16, sub_sample=True, position="relative", input_size=(4, 5)),
+}  # fmt: skip
+# Of some queries, whose windows reach beyond the map, or see padding alone.
+BELOW_ONE = {
+    "BilateralSelfAttention, window", "MultiheadSpatialAttention, range",
+    *(name for name in LAYERS if name.startswith(("DynamicConv", "WindowSelfAttention")) and "centred" not in name),
+}  # fmt: skip
+# Terms of the logits by class, and of the variants that have others.
+NAMES: dict[str, list[str]] = {
+    "AAConv2d": ["content", "position"],
+    "AAConv2d, no convolution": ["content"],
+    "AAConv2d, sine": ["content"],
+    "BilateralCrissCross2d": ["content", "position"],
+    "BilateralNonLocal2d": ["content", "position"],
+    "BilateralSelfAttention": ["content", "position"],
+    "CrissCrossAttention2d": ["content"],
+    "CrissCrossAttention2d, relative": ["content", "position"],
+    "CrissCrossAttention2d, resized": ["content", "position"],
+    "GeneralizedAttention2d": list(TERMS),
+    "GeneralizedAttention2d, 0010": ["saliency"],
+    "GeneralizedAttention2d, 0110": ["content_position", "saliency"],
+    "GeneralizedAttention2d, 1101": ["content", "content_position", "position"],
+    "GeneralizedAttention2d, strides": ["position"],
+    "LocalBilateralConv2d": ["content", "geometric"],
+    "LocalBilateralConv2d, content": ["content"],
+    "LocalBilateralConv2d, geometric": ["geometric"],
+    "MultiheadAttention": ["content"],
+    "MultiheadSpatialAttention": list(TERMS),
+    "MultiheadSpatialAttention, 0010": ["saliency"],
+    "MultiheadSpatialAttention, range": ["content_position", "saliency", "position"],
+    "NonLocal2d": ["content"],
+    "NonLocal2d, both": ["content", "position"],
+    "NonLocal2d, relative": ["content", "position"],
+    "RelativeSelfAttention": ["content", "position"],
+}  # fmt: skip
+# The values that the weights multiply, (B, C, *keys), and the output from their sum, by class.
+IN_STEPS = (lambda layer, x: layer.v_proj(x).mT, lambda layer, x, y: layer.out_proj(y.mT))
+CONVOLVED = (
+    lambda layer, x: F.glu(layer.input(x.mT), -1).mT if x.dim() == 3 else _channels_second(layer._terms(x)[0]),
+    lambda layer, x, y: layer.output(y.mT).mT if x.dim() == 3 else x + layer.gamma * layer.output(y),
+)
+CRISS_CROSS = (lambda layer, x: layer.value_conv(x), lambda layer, x, y: x + layer.gamma.scale * y)
+NON_LOCAL = (
+    lambda layer, x: layer.projected(x)[2],
+    lambda layer, x, y: x + (layer.norm or nn.Identity())(layer.conv_out(y)),
+)
+OUTPUTS: dict[str, tuple[Any, Any]] = {
+    "BilateralCrissCross2d": CRISS_CROSS,
+    "BilateralNonLocal2d": (lambda layer, x: layer.g(x), lambda layer, x, y: x + layer.conv_out(y)),
+    "BilateralSelfAttention": IN_STEPS,
+    "CrissCrossAttention2d": CRISS_CROSS,
+    "DynamicConv1d": CONVOLVED,
+    "DynamicConv2d": CONVOLVED,
+    "LocalBilateralConv2d": (
+        lambda layer, x: _channels_second(layer._terms(x)[2]), lambda layer, x, y: layer.output(y)
+    ),
+    "MultiheadAttention": IN_STEPS,
+    "MultiheadSpatialAttention": IN_STEPS,
+    "NonLocal1d": NON_LOCAL,
+    "NonLocal2d": NON_LOCAL,
+    "NonLocal3d": NON_LOCAL,
+}  # fmt: skip
+OUTPUTS["RelativeSelfAttention, causal"] = IN_STEPS  # which has no table of values
+
+
+def _channels_second(heads: Tensor) -> Tensor:
+    """Turn (B, M, H, W, d) into (B, M * d, H, W)."""
+    return heads.movedim(-1, 2).flatten(1, 2)
+
+
+def entry(table: dict[str, Any], name: str) -> Any:
+    return table.get(name) or table.get(name.split(",")[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_make_the_output_and_logits_the_weights(name):
+    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    args, kwargs = moved(inputs(name), "cpu", torch.float64)
+    with capture_attention(nn.ModuleDict({"layer": layer})) as captured:
+        output = layer(*args, **kwargs)
+    x, maps = args[0], captured["layer"].maps()
+    (B, M), sequence = maps.shape[:2], maps.dim() == 4 and x.dim() == 3
+    queries = (2, 3, 4) if x.dim() == 5 else (2,) if sequence else (2, 3)
+    totals, places = maps.flatten(2 + len(queries)).sum(-1), maps.shape[2 : 2 + len(queries)]
+    assert (totals < 1 + 1e-9).all()
+    assert torch.allclose(totals, torch.ones_like(totals)) != (name in BELOW_ONE)
+    if outputs := entry(OUTPUTS, name):
+        value, finish = outputs
+        values = value(layer, x).reshape(B, M, -1, maps[0, 0].numel() // places.numel())
+        mixed = (values @ maps.reshape(B, M, places.numel(), -1).mT).reshape(B, -1, *places)
+        torch.testing.assert_close(finish(layer, x, mixed), output)
+
+    one = len(places) == 1
+    chosen = torch.tensor([[n - 1 for n in places], [0] * len(places)])
+    some = torch.stack([maps[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
+    asked = chosen[:, 0] if one and not name.startswith("NonLocal") else chosen
+    torch.testing.assert_close(captured["layer"].maps(asked), some)
+    if not one or name.startswith("NonLocal"):
+        for wrong, words in (
+            (chosen + torch.tensor(places), "queries must lie on (the|a) map of"),
+            (chosen - 1, "queries must lie on (the|a) map of"),
+            (chosen[:, :0], r"queries must be whole numbers of shape \(Q, "),
+        ):
+            with pytest.raises(ValueError, match=words):
+                captured["layer"].maps(wrong)
+    if len(places) == 2 and not one and x.dim() == 4:
+        assert captured["layer"].size == tuple(places)
+
+    if names := entry(NAMES, name):
+        logits = layer.attention_logits(*args, **kwargs)
+        assert list(logits) == names
+        assert {part.shape for part in logits.values()} == {maps.shape}
+        torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
+        assert all(not (maps[part == -torch.inf] > 0).any() for part in logits.values())
+        for part, whole in zip(layer.attention_logits(*args, **kwargs, queries=asked).values(), logits.values()):
+            index = torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
+            torch.testing.assert_close(part, index)
+
+
+def test_every_module_with_logits_is_here():
+    with_logits = {name for name in modules.__all__ if hasattr(getattr(modules, name), "attention_logits")}
+    assert with_logits - {"SpatialSelfAttention"} <= {name.split(",")[0] for name in NAMES}
+    for name in WITHOUT_WEIGHTS:
+        with pytest.raises(ValueError, match="has no attention"):
+            VARIANTS[name]().attention_maps(*inputs(name)[0])
+
+
+# --- a term alone ---------------------------------------------------------------------------------------------------
 
 
 def drawn(module: nn.Module) -> nn.Module:
@@ -31,52 +177,6 @@ def drawn(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module.double().eval()
-
-
-MAPS = {
-    "aaconv": lambda: (AAConv2d(6, 8, 3, 8, 4, 2, input_size=(4, 5)), ["content", "position"]),
-    "aaconv_resized": lambda: (AAConv2d(6, 8, 3, 8, 4, 2, input_size=7, stride=2), ["content", "position"]),
-    "aaconv_sine": lambda: (AAConv2d(8, 8, 3, 8, 4, 2, position="sine"), ["content"]),
-    "bilateral": lambda: (BilateralNonLocal2d(8, kernel_size=3), ["content", "position"]),
-    "bilateral_inf": lambda: (
-        BilateralNonLocal2d(8, kernel_size=3, outside="-inf", smoothing="sqrt_d"), ["content", "position"]
-    ),
-    "bilateral_criss_cross": lambda: (BilateralCrissCross2d(8, 2, kernel_size=3), ["content", "position"]),
-    "criss_cross": lambda: (CrissCrossAttention2d(8, 2), ["content"]),
-    "criss_cross_relative": lambda: (
-        CrissCrossAttention2d(8, 2, "relative", (4, 5), 0.5), ["content", "position"]
-    ),
-    "non_local": lambda: (NonLocal2d(8), ["content"]),
-    "non_local_relative": lambda: (
-        NonLocal2d(8, sub_sample=True, position="relative", input_size=(4, 5)), ["content", "position"]
-    ),
-    "local_bilateral": lambda: (
-        LocalBilateralConv2d(8, 8, stride=2, dilation=2, num_heads=2, iterations=2), ["content", "geometric"]
-    ),
-    "local_geometric": lambda: (LocalBilateralConv2d(8, 8, num_heads=2, content=False), ["geometric"]),
-    "generalized": lambda: (GeneralizedAttention2d(8, 2), list(TERMS)),
-    "generalized_0011": lambda: (GeneralizedAttention2d(8, 2, "0011"), ["saliency", "position"]),
-    "generalized_strided": lambda: (
-        GeneralizedAttention2d(8, 2, "1101", q_stride=2, kv_stride=3), ["content", "content_position", "position"]
-    ),
-    "generalized_range": lambda: (GeneralizedAttention2d(8, 2, spatial_range=3, scale=0.4), list(TERMS)),
-    "mmcv": lambda: (GeneralizedAttention2d.mmcv_compatible(8, num_heads=2, spatial_range=2), list(TERMS)),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", MAPS)
-def test_the_sum_of_the_logits_makes_the_maps(name):
-    layer, names = MAPS[name]()
-    layer = drawn(layer)
-    x = torch.randn(2, layer.in_channels, 4, 5, dtype=torch.float64)
-    maps, logits = layer.attention_maps(x), layer.attention_logits(x)
-    assert list(logits) == names
-    assert {part.shape for part in logits.values()} == {maps.shape}
-    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
-    assert all(not (maps[part == -torch.inf] > 0).any() for part in logits.values())
-    queries = torch.tensor([[0, 1], [1, 0], [1, 1]])
-    for part, whole in zip(layer.attention_logits(x, queries=queries).values(), logits.values()):
-        torch.testing.assert_close(part, whole[:, :, queries[:, 0], queries[:, 1]])
 
 
 def one_term(whole: nn.Module, single: nn.Module) -> nn.Module:
