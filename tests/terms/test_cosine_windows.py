@@ -1,4 +1,4 @@
-"""Swin V2's log-spaced positions and scaled cosine attention: loops and timm's own layer."""
+"""Swin V2's log-spaced positions and scaled cosine attention: loops."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import math
 import pytest
 import torch
 
-from attn_plugins.ops import sequence_attention
 from attn_plugins.terms.cosine_scale import cosine_operands, cosine_scale
-from attn_plugins.terms.log_positions import bounded_logits, log_coordinates
-from attn_plugins.terms.position_table import table_logits
+from attn_plugins.terms.log_positions import log_coordinates
 
 
 @pytest.mark.parametrize("size, pretrained", [((3, 5), None), ((4, 6), (3, 5)), ((1, 3), None), ((2, 3), (1, 1))])
@@ -25,29 +23,6 @@ def test_coordinates(size, pretrained):
                 x = 8 * offset / scales[axis]
                 expected = math.copysign(math.log2(1 + abs(x)) / 3, x)
                 assert float(ours[i, j, axis]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
-@pytest.mark.parametrize("size, pretrained", [((3, 5), (0, 0)), ((4, 6), (3, 5)), ((1, 3), (0, 0)), ((7, 7), (12, 12))])
-def test_a_whole_layer_of_timms(size, pretrained):
-    """Combine our terms into WindowAttention of Swin V2, with its weights and a scale beyond the clamp."""
-    swin = pytest.importorskip("timm.models.swin_transformer_v2")
-    torch.manual_seed(0)
-    heads, N = 3, size[0] * size[1]
-    layer = swin.WindowAttention(24, size, heads, pretrained_window_size=pretrained).eval()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.5)
-    with torch.no_grad():
-        layer.logit_scale.copy_(torch.tensor([1.0, math.log(10), 6.0]).view(3, 1, 1))
-    coordinates = log_coordinates(size, pretrained if pretrained[0] else None)
-    torch.testing.assert_close(coordinates, layer.relative_coords_table[0])
-
-    x = torch.randn(4, N, 24)
-    bias = torch.cat((layer.q_bias, layer.k_bias, layer.v_bias))
-    q, k, v = torch.nn.functional.linear(x, layer.qkv.weight, bias).view(4, N, 3, heads, 8).permute(2, 0, 3, 1, 4)
-    q, k = cosine_operands(q, k, layer.logit_scale)
-    logits = table_logits(bounded_logits(layer.cpb_mlp(coordinates).flatten(0, 1)), size)
-    out = sequence_attention(q, k, v.contiguous(), position_logits=logits.unsqueeze(0))
-    torch.testing.assert_close(layer.proj(out.transpose(1, 2).flatten(2)), layer(x), atol=1e-4, rtol=1e-4)
 
 
 def test_products_are_scaled_cosines():
@@ -72,16 +47,6 @@ def test_nothing_learns_beyond_the_clamp():
     torch.testing.assert_close(scale, torch.tensor([math.e, math.e**4, 100.0, 100.0]))
     scale.sum().backward()
     torch.testing.assert_close(log_scale.grad, torch.tensor([math.e, math.e**4, 0.0, 0.0]))
-
-
-def test_gradients_and_compile():
-    torch.manual_seed(0)
-    q, k = (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    log_scale = torch.randn(2, 1, 1, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(cosine_operands, (q, k, log_scale))
-    assert torch.autograd.gradcheck(bounded_logits, q)
-    compiled = torch.compile(cosine_operands, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, log_scale), cosine_operands(q, k, log_scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -76,12 +76,6 @@ def test_gradients(key_size, lengths):
     assert torch.autograd.gradcheck(lambda *operands: decomposed_logits(*operands, key_size), operands)
 
 
-def test_it_compiles():
-    operands = make((3, 5), (3, 5), (4, 6))
-    compiled = torch.compile(decomposed_logits, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*operands), decomposed_logits(*operands))
-
-
 @pytest.mark.parametrize(
     "query, row_table, message",
     [

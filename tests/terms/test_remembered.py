@@ -219,15 +219,6 @@ def test_trace(filled):
     filled()
 
 
-def test_fx(filled):
-    class Constant(nn.Module):
-        def forward(self, x):
-            return x + shared(3, 2.0, CPU, torch.float32)
-
-    assert torch.equal(torch.fx.symbolic_trace(Constant())(torch.ones(3)), torch.tensor([1.0, 3, 5]))
-    filled()
-
-
 # --- CUDA -----------------------------------------------------------------------------------------------------------
 
 

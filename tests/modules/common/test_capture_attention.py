@@ -7,7 +7,7 @@ import torch
 
 timm = pytest.importorskip("timm")
 
-from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, attention_layers, capture_attention  # noqa: E402
+from attn_plugins.modules import attention_layers, capture_attention  # noqa: E402
 
 
 def small() -> torch.nn.Module:
@@ -37,29 +37,6 @@ def test_what_is_captured_is_what_the_layer_computes():
     torch.testing.assert_close(some, torch.stack([maps[:, :, 0, 5], maps[:, :, 3, 1]], 2))
 
 
-@pytest.mark.parametrize("attention_type", ["1111", "0010", "0001", "1000", "0100"])
-@pytest.mark.parametrize("kv_stride", [1, 2])
-def test_chosen_queries_of_generalized_attention(attention_type, kv_stride):
-    torch.manual_seed(0)
-    layer = GeneralizedAttention2d(16, 4, attention_type, kv_stride=kv_stride, q_stride=2).eval()
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter)
-    x, queries = torch.randn(2, 16, 9, 7), torch.tensor([[4, 3], [0, 0], [2, 1]])
-    maps = layer.attention_maps(x)
-    assert maps.shape[2:4] == layer.attention_size((9, 7)) == (5, 4)
-    chosen = maps[:, :, queries[:, 0], queries[:, 1]]
-    torch.testing.assert_close(layer.attention_maps(x, queries=queries), chosen)
-
-
-def test_the_context_is_captured():
-    layer = GeneralizedAttention2d(16, 4, "1111")
-    x, context = torch.randn(1, 16, 4, 5), torch.randn(1, 16, 3, 6)
-    holder = torch.nn.ModuleDict({"layer": layer})
-    with capture_attention(holder) as captured:
-        layer(x, context=context)
-    torch.testing.assert_close(captured["layer"].maps(), layer.attention_maps(x, context))
-
-
 def test_hooks_go_where_the_forward_fails():
     model = small()
     with pytest.raises(RuntimeError), capture_attention(model):
@@ -74,9 +51,3 @@ def test_bad_capturing():
         with capture_attention(small(), "stage*"):
             pass
     assert not attention_layers(timm.create_model("aa_resnet34", nu=0.0))
-    layer, x = AAConv2d(8, 8, 3, 4, 4, 2, input_size=5), torch.randn(1, 8, 5, 5)
-    for queries in ([[5, 0]], [[0, -1]]):
-        with pytest.raises(ValueError, match="queries must lie on the map of 5 rows and 5 columns"):
-            layer.attention_maps(x, torch.tensor(queries))
-    with pytest.raises(ValueError, match=r"queries must be whole numbers of shape \(Q, 2\)"):
-        layer.attention_maps(x, torch.tensor([[0.5, 1.0]]))

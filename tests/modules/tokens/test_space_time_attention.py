@@ -94,22 +94,10 @@ def by_loops(module, x, grid, P) -> Tensor:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_in_plain_loops(pattern, grid, P):
     module, x = build(pattern), clip(grid, P, B=1)
+    steps = {name + part for name, _ in STEPS[pattern] for part in ("attn", "fc")[: 2 if name else 1]}
+    assert {key.split(".")[0] for key in module.state_dict()} == steps
     with torch.no_grad():
         torch.testing.assert_close(module(x, grid, P), by_loops(module, x, grid, P))
-
-
-@pytest.mark.parametrize("grid", [EVEN, ODD])
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_gradients(pattern, grid):
-    """Compare the gradients of tokens and all parameters with those of the plain loops."""
-    found = []
-    for call in (lambda m, x: m(x, grid, 1), lambda m, x: by_loops(m, x, grid, 1)):
-        module, x = build(pattern), clip(grid, B=1).requires_grad_()
-        output = call(module, x)
-        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(2), dtype=output.dtype)
-        found.append(torch.autograd.grad((output * weights).sum(), (x, *module.parameters())))
-    for ours, expected in zip(*found):
-        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("P", [0, 1])
@@ -158,26 +146,14 @@ def test_with_norms_the_module_is_the_official_half_block(pattern):
     torch.testing.assert_close(x + module(x, ODD, 1), expected)
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_state_dict_round_trip(pattern):
-    module, other, x = build(pattern), build(pattern, start=True), clip()
-    assert not torch.allclose(other(x, ODD, 1), module(x, ODD, 1))
-    other.load_state_dict(module.state_dict(), strict=True)
-    assert torch.equal(other(x, ODD, 1), module(x, ODD, 1))
-    steps = {name + part for name, _ in STEPS[pattern] for part in ("attn", "fc")[: 2 if name else 1]}
-    assert {key.split(".")[0] for key in module.state_dict()} == steps
-
-
-def test_wide_heads_long_groups_strides_and_empty_batches():
-    """These cases take the other operator, non-contiguous tokens, or no clips."""
+def test_wide_heads_and_long_groups():
+    """These take the other operator, on tokens that are not contiguous."""
     torch.manual_seed(0)
     module = SpaceTimeSelfAttention(160, 2, "joint", dtype=torch.float64)
     x = torch.randn(2, 160, 37, dtype=torch.float64).transpose(1, 2)
     q, k, v = module.attn.qkv(x).unflatten(2, (3, 2, 80)).permute(2, 0, 3, 1, 4)
     plain = module.attn.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(x, (3, 4, 3), 1), plain)
-    for pattern in PATTERNS:
-        assert build(pattern)(clip(B=0), ODD, 1).shape == (0, 61, C)
 
 
 def test_dropout_in_training_alone():
@@ -208,17 +184,9 @@ def test_no_pattern_but_joint_makes_all_pairs():
 
 def test_errors_name_the_argument():
     module, x = build(), clip()
-    with pytest.raises(ValueError, match=r"pattern must be one of space, joint, divided, local_global, axial, got"):
-        build("sparse")
-    with pytest.raises(ValueError, match="num_heads must divide embed_dim = 8, got 3"):
-        SpaceTimeSelfAttention(8, 3)
     with pytest.raises(ValueError, match=r"grid must be \(T, H, W\) and hold the 60 tokens behind .* of 1, got \(3, 4"):
         module(x, (3, 4, 4), 1)
     with pytest.raises(ValueError, match=r"grid must be \(T, H, W\) .* got \(3, 20\)"):
         module(x, (3, 20), 1)
     with pytest.raises(ValueError, match="prefix_tokens must be an int from 0 to 60, got -1"):
         module(x, ODD, -1)
-    with pytest.raises(ValueError, match=r"x must have shape \(B, T, 8\)"):
-        module(x[..., :4], ODD, 1)
-    with pytest.raises(TypeError, match=r"x must have the module's dtype torch.float64, got torch.float32"):
-        module(x.float(), ODD, 1)

@@ -252,14 +252,10 @@ def test_dropout_drops_weights_in_training_alone(attention_type):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (dict(attention_type="111"), "attention_type must be a string of four bits"),
-        (dict(num_heads=3), "num_heads must divide embed_dim = 8, got 3"),
         (dict(spatial_range=4), r"spatial_range must be -1 \(all keys\) or a positive odd int"),
         (dict(kernel_size=4), r"kernel_size must be a positive odd int \(k\), or None, got 4"),
-        (dict(kernel_size=3, outside="far"), "outside must be one of"),
         (dict(kernel_size=3, outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
         (dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
-        (dict(dropout=1.0), "dropout must be at least 0 and below 1, got 1.0"),
     ],
 )
 def test_bad_options(options, words):
@@ -272,8 +268,6 @@ def test_bad_options(options, words):
     [
         (dict(prefix_tokens=-1), "prefix_tokens must be an int from 0 to query's 12, got -1"),
         (dict(prefix_tokens=2), r"grid must hold the 10 tokens behind the prefix of 2, got \(3, 4\)"),
-        (dict(query=None), "query must be a Tensor"),
-        (dict(query=torch.zeros(2, N, 7).double()), r"query must have shape \(B, T, 8\)"),
         (dict(grid=None), r"grid must be \(H, W\) for attention_type '1111', got None"),
         (dict(grid=(3, 5)), r"grid must hold the 12 tokens behind the prefix of 0, got \(3, 5\)"),
         (
@@ -289,7 +283,6 @@ def test_bad_options(options, words):
         ),
         (dict(attn_mask=torch.zeros(2, N, N)), r"attn_mask must have shape .* got \(2, 12, 12\)"),
         (dict(attn_mask=torch.zeros(N, N, dtype=torch.long)), "attn_mask must be bool or floating-point, got torch"),
-        (dict(query=torch.zeros(2, N, 8)), "query must have the module's dtype|must be of"),
     ],
 )
 def test_bad_input_is_one_clear_error(change, words):

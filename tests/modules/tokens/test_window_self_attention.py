@@ -1,17 +1,187 @@
-"""Swin's window attention: timm's blocks of both versions, initialisation, attention maps, masks, errors."""
+"""Swin's window attention, in shifted and in centred windows: plain loops, timm's blocks, attention maps, masks."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from attn_plugins import ops
-from attn_plugins.modules import WindowSelfAttention, capture_attention
+from attn_plugins.modules import WindowSelfAttention
 from attn_plugins.modules.common import attention
 from attn_plugins.modules.tokens.grid_terms import GridTerms
-from tests.helpers.window_self_attention import CASES, C, M, layer, tokens
+from attn_plugins.terms.sine_position import sine_encoding
+
+C, M = 12, 3
+CASES = [  # map, window, shift
+    ((6, 9), (3, 3), (1, 1)),
+    ((5, 7), (3, 4), (1, 2)),
+    ((2, 9), (4, 3), (2, 0)),
+    ((4, 3), (2, 3), (0, 1)),
+    ((3, 2), (4, 4), (0, 0)),
+]
+
+
+def layer(dtype=torch.float64, **options) -> WindowSelfAttention:
+    torch.manual_seed(0)
+    module = WindowSelfAttention(C, M, dtype=dtype, **options)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module.eval()
+
+
+def tokens(size, dtype=torch.float64, B=2) -> Tensor:
+    return torch.randn(B, *size, C, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+BILATERAL = [
+    dict(position="bilateral"),
+    dict(position="table+bilateral", kernel_size=1, smoothing="sqrt_d"),
+    dict(position="bilateral", kernel_size=5, outside="zero"),
+    dict(position="bilateral", kernel_size=3, outside="-inf", smoothing="sqrt_d"),
+    dict(position="table+bilateral", kernel_size=3, outside="min"),
+    dict(position="table+relative"),
+]
+
+
+def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int, dx: int) -> Tensor:
+    """Compute one query's logit, from the table and relative terms, for the key at (dy, dx) = k - q."""
+    (Wh, Ww), d, kinds = module.window_size, C // M, module.position_kind.split("+")
+    logit = query.new_zeros(())
+    if "relative" in kinds:
+        heads = slice(head * d, (head + 1) * d)
+        for table, offset in ((module.row_table, dy), (module.column_table, dx)):
+            encoding = sine_encoding(torch.tensor([offset], dtype=query.dtype), C, 10000.0)[0]
+            v = module.position[heads] * d**-0.5
+            logit = logit + (query + v) @ (table.weight[heads] @ encoding)
+        logit = module.gate[head] * logit
+    if "table" not in kinds:
+        return logit
+    if module.version == "v1":
+        return logit + module.relative_position_bias_table[(Wh - 1 - dy) * (2 * Ww - 1) + Ww - 1 - dx, head]
+    x = [8 * -o / max(n - 1, 1) for o, n in zip((dy, dx), module.pretrained_window_size or (Wh, Ww))]
+    coordinates = query.new_tensor([math.copysign(math.log2(1 + abs(a)) / 3, a) for a in x])
+    return logit + 16 * torch.sigmoid(module.cpb_mlp(coordinates)[head])
+
+
+def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:
+    """Compute a query's logits for keys at ``offsets`` (thesis, Eq. 3.11 and 3.12): predicted nearby, then smoothed."""
+    k, d = module.kernel_size, C // M
+    values = module.predictor(token).view(M, -1)[head]
+    window, r = values[: k * k].view(k, k), k // 2
+    outside = {
+        "learned": values[-1],
+        "zero": torch.zeros(()).to(values),
+        "-inf": torch.tensor(-math.inf).to(values),
+        "min": window.min(),
+        "mean": window.mean(),
+    }[module.outside]
+    logits = torch.stack([window[r + dy, r + dx] if abs(dy) <= r and abs(dx) <= r else outside for dy, dx in offsets])
+    if module.smoothing == "sqrt_d":
+        smooth = logits / d**0.5
+        return torch.where(smooth.isinf(), smooth, smooth * module.gate[head])
+    return module.gate[head] * (logits - logits.mean()) / (logits.var(correction=0) + 1e-6).sqrt()
+
+
+def seen_keys(module: WindowSelfAttention, y: int, x: int, size, padded):
+    """Return the keys visible to a query of the rolled map."""
+    (h, w), (sy, sx), (H, W), (Hp, Wp) = module.window_size, module.shift_size, size, padded
+    if module.window == "centred":
+        return [(ky, kx) for ky in range(H) for kx in range(W) if abs(ky - y) <= h // 2 and abs(kx - x) <= w // 2]
+    return [
+        (ky, kx)
+        for ky in range(y // h * h, y // h * h + h)
+        for kx in range(x // w * w, x // w * w + w)
+        if (ky >= Hp - sy) == (y >= Hp - sy) and (kx >= Wp - sx) == (x >= Wp - sx)
+    ]
+
+
+def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
+    """Roll and pad; let every token attend to those of its window on the same side of the rolled borders."""
+    B, H, W, _ = x.shape
+    (h, w), (sy, sx), d = module.window_size, module.shift_size, C // M
+    Hp, Wp = (H, W) if module.window == "centred" else (-(-H // h) * h, -(-W // w) * w)
+    padded = F.pad(x.roll((-sy, -sx), (1, 2)), (0, 0, 0, Wp - W, 0, Hp - H))
+    bias = module.qkv.bias
+    if module.q_bias is not None:
+        bias = torch.cat((module.q_bias, torch.zeros_like(module.q_bias), module.v_bias))
+    q, k, v = F.linear(padded, module.qkv.weight, bias).view(B, Hp, Wp, 3, M, d).unbind(3)
+    output = torch.zeros(B, H, W, C, dtype=x.dtype)
+    for b in range(B):
+        for y in range(H):
+            for x_ in range(W):
+                for head in range(M):
+                    query = q[b, y, x_, head]
+                    if module.version == "v2":
+                        query = F.normalize(query, dim=0) * module.logit_scale[head, 0, 0].exp().clamp(max=100)
+                    else:
+                        query = query * d**-0.5
+                    logits, values = [], []
+                    seen = seen_keys(module, y, x_, (H, W), (Hp, Wp))
+                    for ky, kx in seen:
+                        key = k[b, ky, kx, head]
+                        key = F.normalize(key, dim=0) if module.version == "v2" else key
+                        logits.append(query @ key + offset_logit(module, head, query, ky - y, kx - x_))
+                        values.append(v[b, ky, kx, head])
+                    total = torch.stack(logits)
+                    if module.predictor is not None:
+                        offsets = [(ky - y, kx - x_) for ky, kx in seen]
+                        total = total + bilateral_logits(module, head, padded[b, y, x_], offsets)
+                    output[b, y, x_, head * d : (head + 1) * d] = total.softmax(0) @ torch.stack(values)
+    return module.proj(output).roll((sy, sx), (1, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("position", ["table", "relative", "none"])
+@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize(("size", "window", "shift"), CASES)
+def test_equals_loops(size, window, shift, version, position):
+    module = layer(window_size=window, shift_size=shift, version=version, position=position)
+    x = tokens(size, B=1)
+    tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are in float32
+    torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", BILATERAL, ids=str)
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_bilateral_and_sums_equal_loops(version, options):
+    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
+    for size, window, shift in (CASES[0], CASES[1], CASES[4]):
+        module = layer(window_size=window, shift_size=shift, version=version, **options)
+        x = tokens(size, B=1)
+        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [*(dict(position=p) for p in ("table", "relative", "none")), *BILATERAL], ids=str)
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_centred_windows_equal_loops(version, options):
+    """Includes maps smaller than the window."""
+    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
+    for size, window in (((5, 4), (3, 3)), ((2, 6), (5, 3))):
+        module = layer(window_size=window, version=version, window="centred", **options)
+        x = tokens(size, B=1)
+        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_where_centred_windows_are_a_partitions(version):
+    """The query in the middle of a window has the same keys and logits in both."""
+    stock = layer(window_size=(3, 5), version=version)
+    centred = layer(window_size=(3, 5), version=version, window="centred")
+    centred.load_state_dict(stock.state_dict(), strict=True)
+    assert stock.state_dict().keys() == centred.state_dict().keys()
+    x = tokens((6, 10))
+    expected, found = stock(x), centred(x)
+    torch.testing.assert_close(found[:, 1::3, 2::5], expected[:, 1::3, 2::5])
+    assert not torch.isclose(found[:, ::3, ::5], expected[:, ::3, ::5]).any()
+
 
 ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "table+relative")] + [
     dict(position="bilateral", kernel_size=3, outside="-inf", smoothing="sqrt_d")
@@ -101,17 +271,6 @@ def test_attention_maps_give_the_output(window, version, options):
         torch.testing.assert_close(module.attention_maps(x, queries), maps[:, :, queries[:, 0], queries[:, 1]])
 
 
-def test_capture_knows_the_map():
-    model = nn.Sequential(layer(torch.float32, window_size=3, shift_size=1), nn.ReLU())
-    x = tokens((4, 7), torch.float32)
-    with capture_attention(model) as captured:
-        model(x)
-    assert captured["0"].size == (4, 7)
-    assert captured["0"].maps(torch.tensor([[2, 3]])).shape == (2, M, 1, 4, 7)
-    with pytest.raises(ValueError, match="queries must lie on the map of 4 rows and 7 columns"):
-        captured["0"].maps(torch.tensor([[4, 0]]))
-
-
 def test_windows_share_masks(monkeypatch):
     """One call covers a map of any size, with a number for each token of a map's windows.
 
@@ -136,70 +295,20 @@ def test_windows_share_masks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "call, error, message",
+    "options, message",
     [
-        (lambda: WindowSelfAttention(8, 3), ValueError, "num_heads must divide embed_dim = 8, got 3"),
-        (lambda: WindowSelfAttention(8, 2, 0), ValueError, "window_size must be an int or two ints, each at least 1"),
-        (lambda: WindowSelfAttention(8, 2, 4, 4), ValueError, r"shift_size must be less than window_size \(4, 4\)"),
-        (
-            lambda: WindowSelfAttention(8, 2, 4, -1),
-            ValueError,
-            "shift_size must be an int or two ints, each at least 0",
-        ),
-        (lambda: WindowSelfAttention(8, 2, version="v3"), ValueError, "version must be one of v1, v2, got 'v3'"),
-        (
-            lambda: WindowSelfAttention(8, 2, position="sine"),
-            ValueError,
-            "position must be one of table, relative, bilateral, .*, none, got 'sine'",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, pretrained_window_size=7),
-            ValueError,
-            "pretrained_window_size must be None",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, window="centered"),
-            ValueError,
-            "window must be one of partition, centred, got 'centered'",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, (7, 8), window="centred"),
-            ValueError,
-            r"window_size must be odd for window='centred', got \(7, 8\)",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, 7, 3, window="centred"),
-            ValueError,
-            "shift_size must be 0 for window='centred', got 3",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, kernel_size=3),
-            ValueError,
-            "kernel_size must be None except for bilateral logits, got 3",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, position="bilateral", kernel_size=4),
-            ValueError,
-            "kernel_size must be a positive odd int",
-        ),
-        (
-            lambda: WindowSelfAttention(8, 2, position="bilateral", outside="-inf"),
-            ValueError,
-            "smoothing 'zscore' needs another outside",
-        ),
-        (lambda: WindowSelfAttention(8, 2)(torch.zeros(1, 8, 7, 7)), ValueError, r"x must have shape \(B, H, W, 8\)"),
-        (lambda: WindowSelfAttention(8, 2)(torch.zeros(1, 0, 7, 8)), ValueError, "with at least one token"),
-        (
-            lambda: WindowSelfAttention(8, 2)(torch.zeros(1, 7, 7, 8).double()),
-            TypeError,
-            "x must have the module's dtype",
-        ),
-        (lambda: WindowSelfAttention(8, 2)(None), TypeError, "x must be a Tensor, got NoneType"),
+        (dict(window_size=4, shift_size=4), r"shift_size must be less than window_size \(4, 4\)"),
+        (dict(pretrained_window_size=7), "pretrained_window_size must be None"),
+        (dict(window_size=(7, 8), window="centred"), r"window_size must be odd for window='centred', got \(7, 8\)"),
+        (dict(window="centred", shift_size=3), "shift_size must be 0 for window='centred', got 3"),
+        (dict(kernel_size=3), "kernel_size must be None except for bilateral logits, got 3"),
+        (dict(position="bilateral", kernel_size=4), "kernel_size must be a positive odd int"),
+        (dict(position="bilateral", outside="-inf"), "smoothing 'zscore' needs another outside"),
     ],
 )
-def test_errors(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        WindowSelfAttention(8, 2, **{"window_size": 7, **options})
 
 
 @pytest.mark.parametrize("window", ["partition", "centred"])
@@ -217,19 +326,17 @@ def test_dropout_writes_the_same_weights_out(version, position, window):
     assert not torch.allclose(module(x), expected)
 
 
+SYMBOLIC = [dict(shift_size=1), dict(version="v2"), dict(position="relative"), dict(position="bilateral"),
+            dict(window="centred", position="table+bilateral")]  # fmt: skip
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "backend"),
-    [
-        (dict(shift_size=1), "eager"),
-        (dict(version="v2"), "eager"),
-        (dict(position="relative"), "eager"),
-        (dict(position="bilateral"), "eager"),
-        (dict(window="centred", position="table+bilateral"), "eager"),
-        (dict(), "aot_eager"),
-    ],
+    [*(pytest.param(o, "eager", marks=[pytest.mark.slow] if n else []) for n, o in enumerate(SYMBOLIC)),
+     pytest.param({}, "aot_eager", marks=pytest.mark.slow)],
     ids=str,
-)
+)  # fmt: skip
 def test_compile_with_symbolic_sizes(options, backend):
     """One graph serves all maps that are split and padded alike."""
     torch._dynamo.reset()
