@@ -28,16 +28,6 @@ def test_a_whole_number_is_a_scale():
     torch.testing.assert_close(found, function(*arguments, **options, scale=2.0), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("operator", EXAMPLES)
-def test_sparse_tensors_are_refused(operator):
-    function, arguments, options = EXAMPLES[operator]
-    arguments = (*arguments[:2], arguments[2].to_sparse(), *arguments[3:])
-    names = dict(deform_conv1d="weight", deform_conv2d="weight", deformable_attention="sampling_locations")
-    name = names.get(operator, "value")
-    with pytest.raises(TypeError, match=f"^{name} must be a dense Tensor, got one of layout torch.sparse_coo"):
-        function(*arguments, **options)
-
-
 @pytest.mark.parametrize("operator", ["deform_conv2d", "deform_conv1d", "window_attention"])
 @pytest.mark.parametrize("number", [2**31, 2**63, -1, 2.0])
 def test_integers_are_below_two_to_the_31(operator, number):

@@ -390,8 +390,12 @@ def test_the_result_may_be_changed_in_place(name, device):
 def test_a_wrong_argument_is_named(name):
     some = example(name)
     for argument, tensor in some.floats().items():
+        if argument in ("value", "input", "offset", "weight", "sampling_locations", "attention_weights"):
+            with pytest.raises(TypeError, match=f"^{argument} must be a Tensor, got NoneType"):
+                some.call(**{**some.tensors, argument: None})
         for wrong, error, words in (
             ([1.0], TypeError, "must be a Tensor.*, got list"),
+            (tensor.to_sparse(), TypeError, "must be a dense Tensor, got one of layout torch.sparse_coo"),
             (tensor.double() if argument not in ("value", "input") else tensor.long(), TypeError, "must (be|have) "),
             (tensor.to("meta"), ValueError, "device"),
             (tensor[None, None, None], ValueError, "must have .*shape"),

@@ -103,6 +103,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize(
     "name, words, command",
     [

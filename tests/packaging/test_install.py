@@ -343,15 +343,12 @@ class TestWheels:
         assert self.build() == wheel
         assert {file.name for file in wheel.parent.iterdir()} == {wheel.name, "c++", "distutils.cfg", "lock"}
 
-    def test_wheels_are_kept_by_torch(self, index, tmp_path, monkeypatch):
-        index()
-        first = self.build()
-        real = wheels.version
+    def test_wheels_are_kept_by_torch(self, monkeypatch):
+        folder, real = wheels.Target(self.package, cuda=False).folder, wheels.version
         monkeypatch.setattr(wheels, "version", lambda name: "2.9.0" if name == "torch" else real(name))
-        assert wheels.Target(self.package, cuda=False).cached() is None
-        assert self.build() != first
+        assert wheels.Target(self.package, cuda=False).folder != folder
 
-    @pytest.mark.parametrize("torch, works", [("2.11.0", False), ("2.12.0", True), ("2.15.0+cu132", True)])
+    @pytest.mark.parametrize("torch, works", [("2.11.0", False), ("2.12.0+cu132", True)])
     def test_newer_torch_gets_cxx20(self, index, tmp_path, monkeypatch, torch, works):
         """From 2.12 on, torch's headers need C++20, although the package asks for 17."""
         index(check=NEEDS_CXX20)
@@ -387,6 +384,7 @@ class TestWheels:
         assert wheel.is_file()
         assert not (folder / "source").exists()
 
+    @pytest.mark.slow
     def test_a_cached_wheel_that_does_not_run_is_compiled_again(self, index, monkeypatch, capsys):
         index()
         wheel = self.build()

@@ -50,8 +50,8 @@ def test_pages_with_code_are_found():
     assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
 
 
-# Exports a detector's backbone, which takes a third of a minute.
-LONG = [pytest.param(page, marks=pytest.mark.slow) if page.stem == "export" else page for page in WITH_CODE]
+# They export a detector's backbone, and run a large model, which takes a third of a minute.
+LONG = [pytest.param(page, marks=pytest.mark.slow) if page.stem in ("export", "faster") else page for page in WITH_CODE]
 
 
 @pytest.mark.parametrize("page", LONG, ids=name)

@@ -80,10 +80,15 @@ def test_equals_torchvision(name: str, masked: bool, dtype: torch.dtype) -> None
         assert relative_error(a, b) < (1e-12 if dtype == torch.float64 else 2e-6)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_reference_has_the_same_gradients(name: str) -> None:
-    operands = make(GEOMETRIES[name])
-    for a, b in zip(gradients(deform_conv2d, operands), gradients(through_reference, operands)):
+def test_reference_has_the_same_gradients(name: str, masked: bool, kind: str) -> None:
+    """The one of "torch" serves deterministic mode on GPUs, and computes one image's gradient after another."""
+    operands = make(GEOMETRIES[name], masked=masked)
+    with backend(kind):
+        found = gradients(deform_conv2d, operands)
+    for a, b in zip(found, gradients(through_reference, operands)):
         assert relative_error(a, b) < 1e-12
 
 
@@ -180,7 +185,6 @@ BAD = {
     "weight groups": (dict(weight=torch.zeros(3, 2, 3, 3).double()), ValueError, "does not fit input of 4 channels"),
     "kernel of 0": (dict(weight=torch.zeros(2, 2, 0, 3).double()), ValueError, "no axis of size 0"),
     "bias shape": (dict(bias=torch.zeros(3).double()), ValueError, "bias must have shape"),
-    "stride 0": (dict(stride=0), ValueError, "stride must be"),
     "three strides": (dict(stride=(1, 1, 1)), ValueError, "stride must be"),
     "negative padding": (dict(padding=-1), ValueError, "padding must be"),
     "dilation 0": (dict(dilation=(1, 0)), ValueError, "dilation must be"),
@@ -206,7 +210,6 @@ def test_bad_input(name: str) -> None:
         (dict(offset=torch.zeros(1, 3, 4)), ValueError, "offset must have shape"),
         (dict(mask=torch.zeros(1, 6, 5)), ValueError, "mask must have offset's shape"),
         (dict(stride=(1, 1)), ValueError, "stride must be"),
-        (dict(input=torch.zeros(1, 4, 5, dtype=torch.int32)), TypeError, "input must be float"),
     ],
 )
 def test_bad_input_1d(change: dict, error: type[Exception], message: str) -> None:

@@ -138,21 +138,15 @@ def test_compiled_gradients_of_any_size():
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("empty", [dict(batch=0), dict(queries=0), dict(K=0), {}])
-def test_nothing_to_do_and_shapes_without_data(empty, device):
-    if device == "meta":
-        terms = [t.to("meta").requires_grad_() for t in operands(**empty, dtype=torch.float32, grad=False)]
-    else:
-        terms = operands(**empty, dtype=torch.float32)
+@pytest.mark.parametrize("empty", [dict(queries=0), dict(K=0)])
+def test_nothing_to_do(empty):
+    terms = operands(**empty, dtype=torch.float32)
     output = deformable_attention(terms[0], SHAPES, *terms[1:])
-    assert output.shape == (empty.get("batch", 2), empty.get("queries", 6), 12)
-    if device == "cpu":
-        if "K" in empty:
-            assert not output.any()
-        output.sum().backward()
-        assert all(t.grad.shape == t.shape for t in terms)
-        assert terms[0].grad.any() == (not empty)
+    assert output.shape == (2, empty.get("queries", 6), 12)
+    assert not output.any()
+    output.sum().backward()
+    assert all(t.grad.shape == t.shape for t in terms)
+    assert not terms[0].grad.any()
 
 
 def test_shapes_as_a_tensor():
@@ -164,9 +158,6 @@ def test_shapes_as_a_tensor():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(value=None), "value must be a Tensor, got NoneType"),
-        (dict(sampling_locations=None), "sampling_locations must be a Tensor, got NoneType"),
-        (dict(attention_weights=None), "attention_weights must be a Tensor, got NoneType"),
         (dict(value=torch.zeros(2, 49, 12)), r"value must have shape \(B, S, M, d\), got \(2, 49, 12\)"),
         (dict(spatial_shapes=((5, 7), (3, 4))), r"spatial_shapes must have as many pixels as value has keys, 49, got"),
         (dict(spatial_shapes=()), r"spatial_shapes must hold \(H, W\) of at least one level, got \(\)"),
@@ -185,7 +176,6 @@ def test_shapes_as_a_tensor():
         (dict(points=(2, 2, -2)), "points must be an int or 3 ints, each at least 0"),
         (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 for a value"),
         (dict(attention_weights=torch.zeros(2, 6, 3, 3, 2, dtype=torch.float16)), "must be torch.float32 for a value"),
-        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2, device="meta")), "be on value's device cpu, got meta"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_clear_error(change, words):

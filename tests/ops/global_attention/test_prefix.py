@@ -1,4 +1,4 @@
-"""Keys without a position before those of a map, in ``ops.global_attention``: plain loops, on every path."""
+"""Keys without a position before those of a map, in ``ops.global_attention``: all weights written out."""
 
 from __future__ import annotations
 
@@ -35,31 +35,20 @@ def draw(terms=(True,) * 4, P=3, dtype=torch.float64, grad=False) -> dict[str, T
     )
 
 
-def by_loops(a: dict[str, Tensor | None], scale: float) -> Tensor:
-    """Compute the definition for every query, prefix key and key separately."""
-    Hq, Wq = GRID if a["query"] is not None or a["row_logits"] is not None else (1, 1)
-    if a["query"] is None and a["row_logits"] is None and a["column_logits"] is not None:
-        Wq = GRID[1]
-    output = torch.zeros(B, M, Hq, Wq, DV, dtype=torch.float64)
-
-    def at(name, *index):
-        tensor = a[name]
-        return 0.0 if tensor is None else float(tensor[tuple(min(i, n - 1) for i, n in zip(index, tensor.shape))])
-
-    for b, m, y, x in itertools.product(range(B), range(M), range(Hq), range(Wq)):
-        weights, values = [], []
-        for p in range(a["prefix_value"].shape[2]):
-            logit = 0.0 if a["query"] is None else scale * float(a["query"][b, m, y, x] @ a["prefix_key"][b, m, p])
-            weights.append(math.exp(logit))
-            values.append(a["prefix_value"][b, m, p])
-        for r, c in itertools.product(range(KEYS[0]), range(KEYS[1])):
-            logit = at("row_logits", b, m, y, x, r) + at("column_logits", b, m, y, x, c) + at("key_logits", b, m, r, c)
-            if a["query"] is not None:
-                logit += scale * float(a["query"][b, m, y, x] @ a["key"][b, m, r, c])
-            weights.append(math.exp(logit))
-            values.append(a["value"][b, m, r, c])
-        output[b, m, y, x] = sum(w * v for w, v in zip(weights, values)) / sum(weights)
-    return output
+def by_concatenation(a: dict[str, Tensor | None], scale: float) -> Tensor:
+    """Write all weights out: the prefix's logits before those of the map, whose terms alone depend on places."""
+    zeros = torch.zeros((), dtype=torch.float64)
+    logits = torch.zeros(B, M, *GRID, *KEYS, dtype=torch.float64)
+    logits = logits + (zeros if a["row_logits"] is None else a["row_logits"].unsqueeze(5))
+    logits = logits + (zeros if a["column_logits"] is None else a["column_logits"].unsqueeze(4))
+    logits = (logits + (zeros if a["key_logits"] is None else a["key_logits"][:, :, None, None])).flatten(4)
+    prefix = torch.zeros(B, M, *GRID, a["prefix_value"].shape[2], dtype=torch.float64)
+    if a["query"] is not None:
+        logits = logits + scale * torch.einsum("bmyxd,bmkd->bmyxk", a["query"], a["key"].flatten(2, 3))
+        prefix = scale * torch.einsum("bmyxd,bmpd->bmyxp", a["query"], a["prefix_key"])
+    weights = torch.cat((prefix, logits), -1).softmax(-1)
+    values = torch.cat((a["prefix_value"], a["value"].flatten(2, 3)), 2)
+    return torch.einsum("bmyxk,bmkd->bmyxd", weights, values)
 
 
 @pytest.fixture(params=["auto", "reference", "torch"])
@@ -75,7 +64,8 @@ def path(request):
 @pytest.mark.parametrize("terms", COMBINATIONS)
 def test_formula(terms, P, path):
     arguments = draw(terms, P)
-    torch.testing.assert_close(global_attention(**arguments, scale=0.7), by_loops(arguments, 0.7))
+    found, expected = global_attention(**arguments, scale=0.7), by_concatenation(arguments, 0.7)
+    torch.testing.assert_close(found.expand_as(expected), expected)
 
 
 def test_a_query_that_no_place_has_a_key_for_sees_the_prefix():
