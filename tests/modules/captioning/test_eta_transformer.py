@@ -212,18 +212,9 @@ def test_dropout_is_of_training_alone():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: MultimodalDecoderBlock(C, HEADS, WIDTH, fusion="late"), "fusion must be one of entangled, .* 'late'"),
-        (lambda: GatedBilateralController(C, "gelu"), "activation must be one of identity, .* 'gelu'"),
-        (lambda: EntangledAttention(7, 2), "num_heads must divide embed_dim = 7, got 2"),
-        (lambda: DualWayEncoder(5, C, -1), "num_layers must be an int, at least 0, got -1"),
-        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 3, 4), torch.zeros(2, 3, C)), "regions must have shape"),
-        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 0, 5), torch.zeros(2, 3, C)), "with S > 0, got"),
         (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 3, 5), torch.zeros(1, 3, C)), "attributes must have"),
-        (
-            lambda: GatedBilateralController(C)(Entangled(*[torch.zeros(1, 2, C)] * 3, torch.zeros(1, 1, C)),
-                                                torch.zeros(1, 2, C)),
-            "visual_guidance must have shape",
-        ),
+        (lambda: GatedBilateralController(C)(Entangled(*[torch.zeros(1, 2, C)] * 3, torch.zeros(1, 1, C)),
+                                             torch.zeros(1, 2, C)), "visual_guidance must have shape"),
     ],
 )  # fmt: skip
 def test_bad_input(make, message):

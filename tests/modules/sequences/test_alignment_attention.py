@@ -117,13 +117,9 @@ def test_half_cosine_of_long_vectors_does_not_overflow():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("bahdanau", 4), "score must be one of cosine, additive, general, dot, scaled-dot, got 'bahdanau'"),
         (("dot", 4, 6), "query_channels and source_channels must be equal .* got 4 and 6"),
         (("cosine", 4, 6), "must be equal"),
         (("scaled-dot", 4, 6), "must be equal"),
-        (("general", 0), "query_channels must be a positive int, got 0"),
-        (("general", 4, 2.0), "source_channels must be a positive int, got 2.0"),
-        (("additive", 4, 4, -1), "hidden_channels must be a positive int, got -1"),
         (("dot", 4, 4, 8), "hidden_channels must be None except for 'additive', got 8 for 'dot'"),
     ],
 )
@@ -136,12 +132,9 @@ def test_bad_inputs():
     module = AlignmentAttention("general", 4, 6)
     query, source = torch.randn(2, 3, 4), torch.randn(2, 5, 6)
     for arguments, error, message in [
-        ((query[0], source), ValueError, r"query must have shape \(B, T, 4\) with T > 0, got \(3, 4\)"),
         ((query, source[:, :, :4]), ValueError, r"source must have shape \(B, S, 6\) with S > 0, got \(2, 5, 4\)"),
         ((query, source[:, :0]), ValueError, r"with S > 0, got \(2, 0, 6\)"),
         ((query, source[:1]), ValueError, "source must have query's batch 2, got 1"),
-        ((query, source.double()), TypeError, "source must have query's dtype torch.float32, got torch.float64"),
-        ((query, source.to("meta")), ValueError, "source must be on query's device cpu, got meta"),
         ((query, None), TypeError, "source must be a Tensor, got NoneType"),
         ((query, source, torch.zeros(2, 5)), TypeError, "key_padding_mask must be a bool Tensor, .* got torch.float32"),
         ((query, source, torch.zeros(5, 2) > 0), ValueError, r"key_padding_mask must have shape \(2, 5\), "),

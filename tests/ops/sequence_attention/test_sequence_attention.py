@@ -216,41 +216,6 @@ def test_extreme_logits(path):
     torch.testing.assert_close(sequence_attention(query, key, value, band_logits=hidden), expected)
 
 
-@pytest.mark.parametrize("outside", [None, 0.5, -math.inf])
-def test_the_future_changes_nothing(outside, path):
-    query, key, value, band, _, position = operands(T=9, S=9, K=4, grad=False)
-    options = dict(band_logits=band, outside_logits=outside, position_logits=position, causal=True)
-    before = sequence_attention(query, key, value, **options)
-    key[:, :, 5:], value[:, :, 5:], position[..., 5:] = 1e3, 1e3, -1e3
-    after = sequence_attention(query, key, value, **options)
-    torch.testing.assert_close(after[:, :, :5], before[:, :, :5], rtol=0, atol=0)
-    assert (after[:, :, 5:] != before[:, :, 5:]).all()
-
-
-@pytest.mark.parametrize("outside", [None, "logits", -math.inf])
-@pytest.mark.parametrize("steps", [1, 3])
-def test_decoding_step_by_step_is_the_whole_pass(steps, outside, path):
-    """The newest T of S positions as queries, as with a cache of keys and values."""
-    T = 60
-    query, key, value, band, logits, position = operands(T=T, S=T, K=6, grad=False)
-    outside = logits if outside == "logits" else outside
-    whole = sequence_attention(
-        query, key, value, band_logits=band, outside_logits=outside, position_logits=position, causal=True
-    )
-    for S in range(steps, T + 1, steps):
-        new = slice(S - steps, S)
-        step = sequence_attention(
-            query[:, :, new],
-            key[:, :, :S],
-            value[:, :, :S],
-            band_logits=band[:, :, new],
-            outside_logits=outside[:, :, new] if isinstance(outside, Tensor) else outside,
-            position_logits=position[:, :, new, :S],
-            causal=True,
-        )
-        torch.testing.assert_close(step, whole[:, :, new])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_never_changes_the_other_tokens(causal, path):
     """Values in the padding do not matter either, even infinite ones as an uninitialised buffer may hold."""
