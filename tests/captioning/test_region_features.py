@@ -142,51 +142,25 @@ def test_another_kind_of_file(file):
         len(RegionFeatures(file))
 
 
-def _nan(arrays: dict) -> None:
-    arrays["features"][0, 1] = np.nan
-
-
-def _falling(arrays: dict) -> None:
-    arrays["offsets"][2] = 1
-
-
-def _twice(arrays: dict) -> None:
-    arrays["image_ids"][2] = 1000
-
-
-def _short_boxes(arrays: dict) -> None:
-    arrays["boxes"] = arrays["boxes"][:-1]
-
-
-def _wide(arrays: dict) -> None:
-    arrays["features"] = arrays["features"].astype(np.float64)
-
-
-def _no_scores(arrays: dict) -> None:
-    del arrays["scores"]
-
-
-def _first(arrays: dict) -> None:
-    arrays["offsets"] = arrays["offsets"][1:]
-
-
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("name", "spoil", "message"),
     [
-        (_nan, "bad.npz: image 1000 has features that are NaN"),
-        (_falling, "bad.npz: offsets must start at 0 and increase; they decrease after image 999"),
-        (_twice, "bad.npz: image 1000 appears twice"),
-        (_short_boxes, r"bad.npz: boxes must have shape \(12, 4\), got \(11, 4\)"),
-        (_wide, r"bad.npz: features must be .* float16 or float32, got \(12, 5\) float64"),
-        (_no_scores, "bad.npz lacks scores; it has boxes, features, image_ids, offsets"),
-        (_first, "bad.npz: offsets must be 7 integers"),
+        ("features", lambda array: array + np.nan, "bad.npz: image 1000 has features that are NaN"),
+        ("offsets", lambda array: array * [1, 1, 0, 1, 1, 1, 1],
+         "bad.npz: offsets must start at 0 and increase; they decrease after image 999"),
+        ("image_ids", lambda array: np.where(np.arange(6) == 2, 1000, array), "bad.npz: image 1000 appears twice"),
+        ("boxes", lambda array: array[:-1], r"bad.npz: boxes must have shape \(12, 4\), got \(11, 4\)"),
+        ("features", lambda array: array.astype(np.float64),
+         r"bad.npz: features must be .* float16 or float32, got \(12, 5\) float64"),
+        ("scores", None, "bad.npz lacks scores; it has boxes, features, image_ids, offsets"),
+        ("offsets", lambda array: array[1:], "bad.npz: offsets must be 7 integers"),
     ],
-)
-def test_arrays_that_do_not_fit(tmp_path, spoil, message):
+)  # fmt: skip
+def test_arrays_that_do_not_fit(tmp_path, name, spoil, message):
     write_region_features(tmp_path / "good.npz", made_up())
-    arrays = {name: np.array(array) for name, array in np.load(tmp_path / "good.npz").items()}
-    spoil(arrays)
-    np.savez(tmp_path / "bad.npz", **arrays)
+    arrays = dict(np.load(tmp_path / "good.npz"))
+    array = arrays.pop(name)
+    np.savez(tmp_path / "bad.npz", **arrays, **({} if spoil is None else {name: spoil(array)}))
     with pytest.raises(ValueError, match=message):
         RegionFeatures(tmp_path / "bad.npz").regions(1000)
 

@@ -113,18 +113,6 @@ def test_the_logits_are_sams(size, key_size, lengths):
     torch.testing.assert_close(ours.flatten(0, 1), expected)
 
 
-@pytest.mark.parametrize("size, key_size", [((4, 6), (4, 6)), ((8, 6), (4, 3)), ((4, 3), (8, 6))])
-def test_the_logits_are_mvits(size, key_size):
-    mvit = pytest.importorskip("timm.models.mvitv2")
-    query, row_table, column_table = make(size, key_size, dtype=torch.float32)
-    rows, columns = decomposed_logits(query, row_table, column_table, key_size)
-    ours = (rows.unsqueeze(-1) + columns.unsqueeze(-2)).flatten(4).flatten(2, 3)
-    zeros = torch.zeros(2, 3, size[0] * size[1], key_size[0] * key_size[1])
-    flat = query.flatten(2, 3)
-    expected = mvit.cal_rel_pos_type(zeros, flat, False, size, key_size, row_table, column_table)
-    torch.testing.assert_close(ours, expected)
-
-
 def test_a_whole_layer_of_timms():
     """Combine our terms and global attention into SAM's attention, with its weights and without storing all pairs."""
     sam = pytest.importorskip("timm.models.vision_transformer_sam")

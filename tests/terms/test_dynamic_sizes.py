@@ -23,7 +23,7 @@ class Terms(nn.Module):
         return (*decomposed_logits(x, *self.tables), table_index(size), log_coordinates(size))
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_exported_at_one_size_runs_at_another(strict):
     model = Terms()
     H, W = torch.export.Dim("H", min=4, max=60), torch.export.Dim("W", min=4, max=60)

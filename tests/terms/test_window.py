@@ -1,4 +1,4 @@
-"""Masks of shifted windows: neighbouring pixels of a rolled map, and timm's masks."""
+"""Masks of shifted windows: neighbouring pixels of a rolled map."""
 
 from __future__ import annotations
 
@@ -46,21 +46,6 @@ def test_pixels_see_those_that_were_beside_them(windows, window, shift):
     segments = shifted_window_segments(windows, window, shift, torch.device("cpu")).view(nH, nW, N)
     assert segments.dtype == torch.int32
     assert torch.equal(segments.unsqueeze(3) == segments.unsqueeze(2), masks == 0)
-
-
-@pytest.mark.parametrize("windows, window, shift", [case for case in CASES if any(case[2])])
-def test_the_masks_are_timms(windows, window, shift):
-    swin = pytest.importorskip("timm.models.swin_transformer")
-    (nH, nW), (h, w) = windows, window
-    block = swin.SwinTransformerBlock(
-        8, (nH * h, nW * w), num_heads=2, window_size=window, shift_size=shift, always_partition=True
-    )
-    theirs = block.attn_mask.view(nH, nW, h * w, h * w)
-    ours = spread_out(shifted_window_groups(windows, window, shift), windows, h * w)
-    assert torch.equal(ours == 0, theirs == 0)
-    torch.manual_seed(0)
-    logits = torch.randn_like(ours)
-    torch.testing.assert_close((logits + ours).softmax(-1), (logits + theirs).softmax(-1), atol=1e-30, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_the_own_entry_of_the_column_is_not_read(number):
     assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
 
 
+@pytest.mark.sampled(2, every_value=False)
 @pytest.mark.parametrize("logits", LOGITS)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_opcheck_of_what_is_kept(recompute, logits):
