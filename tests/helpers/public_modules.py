@@ -3,125 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from attn_plugins import modules
 
-Build = Callable[..., nn.Module]  # called with device and dtype
-
-MODULES: dict[str, Build] = {
-    "AAConv2d": lambda **f: modules.AAConv2d(6, 8, 3, dk=4, dv=4, num_heads=2, input_size=(5, 7), **f),
-    "AlignmentAttention": lambda **f: modules.AlignmentAttention("additive", 8, 6, **f),
-    "AttendedLSTM": lambda **f: modules.AttendedLSTM(8, ("visual", "semantic"), num_layers=2, **f),
-    "BilateralCrissCross2d": lambda **f: modules.BilateralCrissCross2d(16, kernel_size=5, **f),
-    "BilateralNonLocal2d": lambda **f: modules.BilateralNonLocal2d(16, kernel_size=5, **f),
-    "BilateralSelfAttention": lambda **f: modules.BilateralSelfAttention(16, 2, kernel_size=3, outside="learned", **f),
-    "CausalDeformableConv1d": lambda **f: modules.CausalDeformableConv1d(4, 4, 3, **f),
-    "CrissCrossAttention2d": lambda **f: modules.CrissCrossAttention2d(16, **f),
-    "DeformableConv1d": lambda **f: modules.DeformableConv1d(4, 4, 3, padding=1, **f),
-    "DeformableConv2d": lambda **f: modules.DeformableConv2d(4, 4, 3, padding=1, **f),
-    "DualWayEncoder": lambda **f: modules.DualWayEncoder(12, 16, num_layers=1, num_heads=2, ffn_dim=8, **f),
-    "DynamicConv1d": lambda **f: modules.DynamicConv1d(16, kernel_size=3, **f),
-    "DynamicConv2d": lambda **f: modules.DynamicConv2d(16, kernel_size=3, **f),
-    "EntangledAttention": lambda **f: modules.EntangledAttention(16, 2, **f),
-    "GatedBilateralController": lambda **f: modules.GatedBilateralController(16, **f),
-    "GatedConvBlock": lambda **f: modules.GatedConvBlock(8, 3, ("visual", "semantic"), **f),
-    "GeneralizedAttention2d": lambda **f: modules.GeneralizedAttention2d(16, num_heads=2, **f),
-    "LocalBilateralConv2d": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, **f),
-    "MultiScaleDeformableAttention": lambda **f: modules.MultiScaleDeformableAttention(16, 2, **f),
-    "MultiheadAttention": lambda **f: modules.MultiheadAttention(16, 2, **f),
-    "MultiheadSpatialAttention": lambda **f: modules.MultiheadSpatialAttention(16, 2, **f),
-    "RelativeSelfAttention": lambda **f: modules.RelativeSelfAttention(16, 2, max_distance=3, **f),
-    "ShowAttendTell": lambda **f: modules.ShowAttendTell(8, 6, 10, **f),
-    "SpaceTimeSelfAttention": lambda **f: modules.SpaceTimeSelfAttention(16, 2, **f),
-    "SpatialSelfAttention": lambda **f: modules.SpatialSelfAttention(16, 2, **f),
-    "MultimodalDecoderBlock": lambda **f: modules.MultimodalDecoderBlock(16, 2, ffn_dim=8, **f),
-    "NonLocal1d": lambda **f: modules.NonLocal1d(16, **f),
-    "NonLocal2d": lambda **f: modules.NonLocal2d(16, **f),
-    "NonLocal3d": lambda **f: modules.NonLocal3d(16, **f),
-    "WindowSelfAttention": lambda **f: modules.WindowSelfAttention(16, 2, 3, **f),
+# Arguments by class, then of variants, which have other parameters or take other paths.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "AAConv2d": dict(in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, input_size=(5, 7)),
+    "AlignmentAttention": dict(score="additive", query_channels=8, source_channels=6),
+    "AttendedLSTM": dict(embed_dim=8, sources=("visual", "semantic"), num_layers=2),
+    "BilateralCrissCross2d": dict(in_channels=16, kernel_size=5),
+    "BilateralNonLocal2d": dict(in_channels=16, kernel_size=5),
+    "BilateralSelfAttention": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="learned"),
+    "CausalDeformableConv1d": dict(in_channels=4, out_channels=4, kernel_size=3),
+    "CrissCrossAttention2d": dict(in_channels=16),
+    "DeformableConv1d": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1),
+    "DeformableConv2d": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1),
+    "DualWayEncoder": dict(visual_dim=12, embed_dim=16, num_layers=1, num_heads=2, ffn_dim=8),
+    "DynamicConv1d": dict(in_channels=16, kernel_size=3),
+    "DynamicConv2d": dict(in_channels=16, kernel_size=3),
+    "EntangledAttention": dict(embed_dim=16, num_heads=2),
+    "GatedBilateralController": dict(embed_dim=16),
+    "GatedConvBlock": dict(embed_dim=8, kernel_size=3, sources=("visual", "semantic")),
+    "GeneralizedAttention2d": dict(in_channels=16, num_heads=2),
+    "LocalBilateralConv2d": dict(in_channels=16, out_channels=16, kernel_size=3),
+    "MultiScaleDeformableAttention": dict(embed_dims=16, num_heads=2),
+    "MultiheadAttention": dict(embed_dim=16, num_heads=2),
+    "MultiheadSpatialAttention": dict(embed_dim=16, num_heads=2),
+    "RelativeSelfAttention": dict(embed_dim=16, num_heads=2, max_distance=3),
+    "ShowAttendTell": dict(word_dim=8, source_dim=6, hidden_dim=10),
+    "SpaceTimeSelfAttention": dict(embed_dim=16, num_heads=2),
+    "SpatialSelfAttention": dict(embed_dim=16, num_heads=2),
+    "MultimodalDecoderBlock": dict(embed_dim=16, num_heads=2, ffn_dim=8),
+    "NonLocal1d": dict(in_channels=16),
+    "NonLocal2d": dict(in_channels=16),
+    "NonLocal3d": dict(in_channels=16),
+    "WindowSelfAttention": dict(embed_dim=16, num_heads=2, window_size=3),
+    "MultiScaleDeformableAttention, ε3": dict(embed_dims=16, num_heads=2, key_saliency=True),
+    "SpaceTimeSelfAttention, axial": dict(embed_dim=16, num_heads=2, pattern="axial", norm_layer=nn.LayerNorm),
+    "SpatialSelfAttention, bilateral": dict(embed_dim=16, num_heads=2, kernel_size=3),
+    "AAConv2d, no attention": dict(in_channels=6, out_channels=8, kernel_size=3, dk=0, dv=0, num_heads=2),
+    "AAConv2d, no convolution": dict(
+        in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=8, num_heads=2, position="coordconv"
+    ),
+    "AlignmentAttention, general": dict(score="general", query_channels=8, source_channels=6),
+    "CrissCrossAttention2d, relative": dict(in_channels=16, position="relative", input_size=(5, 7)),
+    "DeformableConv2d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1, modulated=True),
+    "LocalBilateralConv2d, shared": dict(in_channels=16, out_channels=16, kernel_size=3, shared=True),
+    "NonLocal2d, concatenation": dict(in_channels=16, mode="concatenation"),
+    "NonLocal2d, normalised": dict(in_channels=16, norm_layer=nn.BatchNorm2d),
+    "NonLocal2d, relative": dict(in_channels=16, position="relative", input_size=(5, 7)),
+    "RelativeSelfAttention, per head": dict(embed_dim=16, num_heads=2, max_distance=3, per_head=True),
+    "AAConv2d, pooled": dict(
+        in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, stride=2, input_size=(5, 7), pool=True
+    ),
+    "AAConv2d, sine": dict(in_channels=8, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, position="sine"),
+    "AlignmentAttention, cosine": dict(score="cosine", query_channels=8, source_channels=8),
+    "AlignmentAttention, dot": dict(score="dot", query_channels=8, source_channels=8),
+    "BilateralCrissCross2d, zero": dict(in_channels=16, kernel_size=3, outside="zero"),
+    "BilateralSelfAttention, causal": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="zero", causal=True),
+    "BilateralSelfAttention, window": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="-inf"),
+    "CausalDeformableConv1d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, modulated=True),
+    "DeformableConv1d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1, modulated=True),
+    "DynamicConv1d, causal": dict(in_channels=16, kernel_size=3, causal=True),
+    "DynamicConv2d, normalised": dict(in_channels=16, kernel_size=3, norm_layer=nn.BatchNorm2d),
+    "GeneralizedAttention2d, normalised": dict(in_channels=16, num_heads=2, norm_layer=nn.BatchNorm2d),
+    "GeneralizedAttention2d, 0010": dict(in_channels=16, num_heads=2, attention_type="0010"),
+    "GeneralizedAttention2d, 0110": dict(in_channels=16, num_heads=2, attention_type="0110"),
+    "GeneralizedAttention2d, range": dict(in_channels=16, num_heads=2, spatial_range=5),
+    "GeneralizedAttention2d, strides": dict(
+        in_channels=16, num_heads=2, attention_type="0001", q_stride=2, kv_stride=2
+    ),
+    "LocalBilateralConv2d, refined": dict(in_channels=16, out_channels=16, kernel_size=3, stride=2, iterations=3),
+    "MultiheadAttention, causal": dict(embed_dim=16, num_heads=2, causal=True),
+    "MultiheadSpatialAttention, causal": dict(embed_dim=16, num_heads=2, causal=True),
+    "MultiheadSpatialAttention, 0010": dict(embed_dim=16, num_heads=2, attention_type="0010"),
+    "MultiheadSpatialAttention, range": dict(embed_dim=16, num_heads=2, attention_type="0111", attention_range=3),
+    "MultimodalDecoderBlock, parallel": dict(embed_dim=16, num_heads=2, ffn_dim=8, fusion="parallel"),
+    "MultimodalDecoderBlock, stacked-visual": dict(embed_dim=16, num_heads=2, ffn_dim=8, fusion="stacked-visual"),
+    "NonLocal1d, gaussian": dict(in_channels=16, mode="gaussian", sub_sample=True),
+    "NonLocal2d, dot product": dict(in_channels=16, mode="dot_product"),
+    "NonLocal2d, sub-sampled": dict(in_channels=16, mode="gaussian", sub_sample=True),
+    "NonLocal3d, concatenation": dict(in_channels=16, mode="concatenation"),
+    "RelativeSelfAttention, causal": dict(embed_dim=16, num_heads=2, max_distance=3, values=False, causal=True),
+    "SpaceTimeSelfAttention, joint": dict(embed_dim=16, num_heads=2, pattern="joint"),
+    "SpaceTimeSelfAttention, local_global": dict(embed_dim=16, num_heads=2, pattern="local_global"),
+    "WindowSelfAttention, relative": dict(embed_dim=16, num_heads=2, window_size=3, shift_size=1, position="relative"),
+    "WindowSelfAttention, bilateral": dict(
+        embed_dim=16, num_heads=2, window_size=3, shift_size=1, position="table+bilateral"
+    ),
+    "WindowSelfAttention, centred": dict(
+        embed_dim=16, num_heads=2, window_size=3, position="bilateral", window="centred"
+    ),
+    "WindowSelfAttention, V2": dict(embed_dim=16, num_heads=2, window_size=3, shift_size=1, version="v2"),
 }
-
-# Arguments that give a module other parameters than above.
-VARIANTS: dict[str, Build] = {
-    **MODULES,
-    "MultiScaleDeformableAttention, ε3": lambda **f: modules.MultiScaleDeformableAttention(
-        16, 2, key_saliency=True, **f
-    ),
-    "SpaceTimeSelfAttention, axial": lambda **f: modules.SpaceTimeSelfAttention(
-        16, 2, "axial", norm_layer=nn.LayerNorm, **f
-    ),
-    "SpatialSelfAttention, bilateral": lambda **f: modules.SpatialSelfAttention(16, 2, kernel_size=3, **f),
-    "AAConv2d, no attention": lambda **f: modules.AAConv2d(6, 8, 3, dk=0, dv=0, num_heads=2, **f),
-    "AAConv2d, no convolution": lambda **f: modules.AAConv2d(6, 8, 3, 4, 8, 2, position="coordconv", **f),
-    "AlignmentAttention, general": lambda **f: modules.AlignmentAttention("general", 8, 6, **f),
-    "CrissCrossAttention2d, relative": lambda **f: modules.CrissCrossAttention2d(
-        16, position="relative", input_size=(5, 7), **f
-    ),
-    "DeformableConv2d, modulated": lambda **f: modules.DeformableConv2d(4, 4, 3, modulated=True, padding=1, **f),
-    "GeneralizedAttention2d, as mmcv's": lambda **f: modules.GeneralizedAttention2d.mmcv_compatible(
-        16, num_heads=2, **f
-    ),
-    "LocalBilateralConv2d, shared": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, shared=True, **f),
-    "NonLocal2d, concatenation": lambda **f: modules.NonLocal2d(16, mode="concatenation", **f),
-    "NonLocal2d, normalised": lambda **f: modules.NonLocal2d(16, norm_layer=nn.BatchNorm2d, **f),
-    "NonLocal2d, relative": lambda **f: modules.NonLocal2d(16, position="relative", input_size=(5, 7), **f),
-    "RelativeSelfAttention, per head": lambda **f: modules.RelativeSelfAttention(16, 2, 3, per_head=True, **f),
-    "AAConv2d, pooled": lambda **f: modules.AAConv2d(6, 8, 3, 4, 4, 2, stride=2, pool=True, input_size=(5, 7), **f),
-    "AAConv2d, sine": lambda **f: modules.AAConv2d(8, 8, 3, 4, 4, 2, position="sine", **f),
-    "AlignmentAttention, cosine": lambda **f: modules.AlignmentAttention("cosine", 8, 8, **f),
-    "AlignmentAttention, dot": lambda **f: modules.AlignmentAttention("dot", 8, 8, **f),
-    "BilateralCrissCross2d, zero": lambda **f: modules.BilateralCrissCross2d(16, kernel_size=3, outside="zero", **f),
-    "BilateralSelfAttention, causal": lambda **f: modules.BilateralSelfAttention(
-        16, 2, kernel_size=3, outside="zero", causal=True, **f
-    ),
-    "BilateralSelfAttention, window": lambda **f: modules.BilateralSelfAttention(16, 2, 3, outside="-inf", **f),
-    "CausalDeformableConv1d, modulated": lambda **f: modules.CausalDeformableConv1d(4, 4, 3, modulated=True, **f),
-    "DeformableConv1d, modulated": lambda **f: modules.DeformableConv1d(4, 4, 3, padding=1, modulated=True, **f),
-    "DynamicConv1d, causal": lambda **f: modules.DynamicConv1d(16, kernel_size=3, causal=True, **f),
-    "DynamicConv2d, normalised": lambda **f: modules.DynamicConv2d(16, 3, norm_layer=nn.BatchNorm2d, **f),
-    "GeneralizedAttention2d, normalised": lambda **f: modules.GeneralizedAttention2d(
-        16, 2, norm_layer=nn.BatchNorm2d, **f
-    ),
-    "GeneralizedAttention2d, 0010": lambda **f: modules.GeneralizedAttention2d(16, 2, "0010", **f),
-    "GeneralizedAttention2d, 0110": lambda **f: modules.GeneralizedAttention2d(16, 2, "0110", **f),
-    "GeneralizedAttention2d, range": lambda **f: modules.GeneralizedAttention2d(16, 2, spatial_range=5, **f),
-    "GeneralizedAttention2d, strides": lambda **f: modules.GeneralizedAttention2d(
-        16, 2, "0001", q_stride=2, kv_stride=2, **f
-    ),
-    "LocalBilateralConv2d, refined": lambda **f: modules.LocalBilateralConv2d(16, 16, 3, 2, iterations=3, **f),
-    "MultiheadAttention, causal": lambda **f: modules.MultiheadAttention(16, 2, causal=True, **f),
-    "MultiheadSpatialAttention, causal": lambda **f: modules.MultiheadSpatialAttention(16, 2, causal=True, **f),
-    "MultiheadSpatialAttention, 0010": lambda **f: modules.MultiheadSpatialAttention(16, 2, "0010", **f),
-    "MultiheadSpatialAttention, range": lambda **f: modules.MultiheadSpatialAttention(
-        16, 2, "0111", attention_range=3, **f
-    ),
-    "MultimodalDecoderBlock, parallel": lambda **f: modules.MultimodalDecoderBlock(
-        16, 2, ffn_dim=8, fusion="parallel", **f
-    ),
-    "MultimodalDecoderBlock, stacked-visual": lambda **f: modules.MultimodalDecoderBlock(
-        16, 2, ffn_dim=8, fusion="stacked-visual", **f
-    ),
-    "NonLocal1d, gaussian": lambda **f: modules.NonLocal1d(16, mode="gaussian", sub_sample=True, **f),
-    "NonLocal2d, dot product": lambda **f: modules.NonLocal2d(16, mode="dot_product", **f),
-    "NonLocal2d, sub-sampled": lambda **f: modules.NonLocal2d(16, mode="gaussian", sub_sample=True, **f),
-    "NonLocal3d, concatenation": lambda **f: modules.NonLocal3d(16, mode="concatenation", **f),
-    "RelativeSelfAttention, causal": lambda **f: modules.RelativeSelfAttention(
-        16, 2, 3, values=False, causal=True, **f
-    ),
-    "SpaceTimeSelfAttention, joint": lambda **f: modules.SpaceTimeSelfAttention(16, 2, "joint", **f),
-    "SpaceTimeSelfAttention, local_global": lambda **f: modules.SpaceTimeSelfAttention(16, 2, "local_global", **f),
-    "WindowSelfAttention, relative": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, position="relative", **f),
-    "WindowSelfAttention, bilateral": lambda **f: modules.WindowSelfAttention(
-        16, 2, 3, 1, position="table+bilateral", **f
-    ),
-    "WindowSelfAttention, centred": lambda **f: modules.WindowSelfAttention(
-        16, 2, 3, position="bilateral", window="centred", **f
-    ),
-    "WindowSelfAttention, V2": lambda **f: modules.WindowSelfAttention(16, 2, 3, 1, "v2", **f),
+# Constructors that take device and dtype.
+VARIANTS: dict[str, Callable[..., nn.Module]] = {
+    **{name: partial(getattr(modules, name.split(",")[0]), **options) for name, options in OPTIONS.items()},
+    "GeneralizedAttention2d, as mmcv's": partial(modules.GeneralizedAttention2d.mmcv_compatible, 16, num_heads=2),
 }
+MODULES = {name: build for name, build in VARIANTS.items() if "," not in name}
 
 
 def public_modules() -> dict[str, Any]:
