@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
+import torch
 from torch import Tensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@contextmanager
+def deterministic_mode() -> Iterator[None]:
+    """Use torch's deterministic mode, in which memory that nobody writes to is NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def given(*tensors: Tensor | None) -> list[Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulation.kernels import EMULATION, load
 from tests.ops.sequence_attention.operands import taking
 
@@ -25,9 +26,8 @@ def full_float32():
 
 @pytest.fixture
 def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic_mode():
+        yield
 
 
 @pytest.fixture(scope="session")

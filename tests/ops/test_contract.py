@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins import ops
-from tests.helpers.operator_checks import DEVICES, relative_error
+from tests.helpers.operator_checks import DEVICES, deterministic_mode, relative_error
 from tests.ops.contract_examples import EXAMPLES, OPERATORS, Example
 
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -46,16 +46,6 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: f
     for name, wanted in expected.items():
         assert found[name].shape == wanted.shape, name
         assert relative_error(found[name].cpu(), wanted.cpu()) <= bound, name
-
-
-@contextmanager
-def deterministic_mode() -> Iterator[None]:
-    """Use torch's deterministic mode, in which memory that nobody writes to is NaN."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @contextmanager

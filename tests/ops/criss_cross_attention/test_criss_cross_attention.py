@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_plugins.ops import criss_cross_attention, reference
 from attn_plugins.ops.criss_cross_attention import torch as products
-from tests.helpers.operator_checks import DEVICES, given
+from tests.helpers.operator_checks import DEVICES, deterministic_mode, given
 from tests.ops.criss_cross_attention.operands import LOGITS, operands
 
 
@@ -48,12 +48,9 @@ def test_a_scale_of_0(logits):
     terms = operands((5, 7), logits, batch=2, heads=2)
     expected = reference.criss_cross_attention(*terms, 0.0)
     wanted = torch.autograd.grad(expected.square().sum(), given(*terms))
-    torch.use_deterministic_algorithms(True)
-    try:
+    with deterministic_mode():
         found = criss_cross_attention(*terms, scale=0.0)
         gradients = torch.autograd.grad(found.square().sum(), given(*terms))
-    finally:
-        torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients, wanted)
 
