@@ -176,15 +176,12 @@ class TestMmengine:
         result = python(f"{order}\n{self.show}", packages={**self.packages, **self.mmseg})
         assert result.stdout.split() == ["mmseg", "mmdet"]
 
-    def test_left_alone_where_the_distribution_is_there(self, python):
-        result = python(f"import torch\n{self.show}", packages={**self.packages, **self.mmseg, **self.distribution})
-        assert result.stdout.split() == ["mmsegmentation", "mmdet"]
-
-    def test_left_alone_without_mmseg(self, python):
-        code = f"import sys, torch\nsys.modules['mmseg'] = None\n{self.show}"
-        result = python(code, packages=self.packages)
-        assert result.stdout.split() == ["mmsegmentation", "mmdet"]
-        assert result.stderr == ""
+    def test_left_alone_where_the_distribution_is_there_or_without_mmseg(self, python):
+        without = "import sys, torch; sys.modules['mmseg'] = None"
+        for code, there in ((without, {}), ("import torch", {**self.mmseg, **self.distribution})):
+            result = python(f"{code}\n{self.show}", packages={**self.packages, **there})
+            assert result.stdout.split() == ["mmsegmentation", "mmdet"]
+            assert result.stderr == ""
 
     def test_a_stock_config_resolves(self, python):
         pytest.importorskip("mmseg")

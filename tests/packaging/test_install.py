@@ -54,29 +54,25 @@ class TestEnvironment:
         pins = "# versions\nSome_Package==1.2  # why\nother==3; python_version < '3'\nother==4\n"
         assert self.environment(tmp_path, pins).pins == {"some-package": "==1.2", "other": "==4"}
 
-    def test_a_package_in_another_version_than_its_pin_is_replaced(self, tmp_path):
-        assert self.environment(tmp_path).has("pytest>=1")
-        assert self.environment(tmp_path).has("pytest>=99999"), "installed packages keep their versions"
-        assert self.environment(tmp_path, f"pytest=={version('pytest')}").has("pytest>=1")
-        assert not self.environment(tmp_path, "pytest==1.0").has("pytest>=1")
-
-    def test_a_local_version_meets_its_pin(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.13.0+cpu"})
-        assert self.environment(tmp_path, "torch==2.13.0").has("torch")
-        assert not self.environment(tmp_path, "torch==2.12.0").has("torch")
-
-    def test_a_fork_that_provides_the_module_counts(self, tmp_path):
-        assert self.environment(tmp_path).has("a-fork-of-pytest", "pytest")
-        assert not self.environment(tmp_path).has("no-such-package", "no_such_module")
-
-    def test_a_distribution_without_its_module_is_replaced(self, tmp_path):
-        """From version 82 on, setuptools has no pkg_resources."""
-        assert not self.environment(tmp_path).has("pytest", "no_such_module")
-
-    @pytest.mark.parametrize("build", recipes.OPENCV_BUILDS)
-    def test_any_build_of_opencv_serves(self, tmp_path, monkeypatch, build):
-        monkeypatch.setattr(packages, "installed", lambda: {"torch": "2.11.0", build: "4.12"})
-        assert self.environment(tmp_path).has(recipes.OPENCV)
+    @pytest.mark.parametrize(
+        "pins, there, requirement, has",
+        [
+            ("", None, ["pytest>=1"], True),
+            ("", None, ["pytest>=99999"], True),  # installed packages keep their versions
+            (f"pytest=={version('pytest')}", None, ["pytest>=1"], True),
+            ("pytest==1.0", None, ["pytest>=1"], False),
+            ("torch==2.13.0", {"torch": "2.13.0+cpu"}, ["torch"], True),
+            ("torch==2.12.0", {"torch": "2.13.0+cpu"}, ["torch"], False),
+            ("", None, ["a-fork-of-pytest", "pytest"], True),  # which provides the module
+            ("", None, ["no-such-package", "no_such_module"], False),
+            ("", None, ["pytest", "no_such_module"], False),  # from 82 on, setuptools has no pkg_resources
+            *(("", {"torch": "2.11.0", build: "4.12"}, [recipes.OPENCV], True) for build in recipes.OPENCV_BUILDS),
+        ],
+    )
+    def test_what_need_not_be_installed(self, tmp_path, monkeypatch, pins, there, requirement, has):
+        if there is not None:
+            monkeypatch.setattr(packages, "installed", lambda: there)
+        assert self.environment(tmp_path, pins).has(*requirement) == has
 
     def test_pip_keeps_every_other_version(self, tmp_path, monkeypatch):
         there = {"torch": "2.11.0", "asked": "2.0", "six": "1.0", "odd": "unknown"}
@@ -229,21 +225,23 @@ class TestNative:
 
     ISOLATED = "install --no-deps --force-reinstall --no-cache-dir --no-binary onedl-mmcv onedl-mmcv>=2"
 
-    def test_what_runs_stays(self, install):
-        assert install("works", compile=False, binary=True) == []
-        assert install("works", compile=False) == []
-        assert install("works", compile=True, binary=True) == []
-
-    def test_by_default_it_is_built_without_torch(self, install):
-        assert install("absent", compile=False) == [self.ISOLATED]
-
-    def test_an_extension_that_does_not_run_is_removed(self, install):
-        assert install("broken", compile=False, binary=True) == [self.ISOLATED]
-
-    @pytest.mark.parametrize("state, binary", [("absent", False), ("works", False), ("broken", True)])
-    def test_compiled_where_asked_for(self, install, tmp_path, state, binary):
-        wheel = tmp_path / "compiled.whl"
-        assert install(state, compile=True, binary=binary) == [f"install --no-deps --force-reinstall {wheel}"]
+    @pytest.mark.parametrize(
+        "state, compile, binary, done",
+        [
+            ("works", False, True, None),
+            ("works", False, False, None),
+            ("works", True, True, None),
+            ("absent", False, False, "without torch"),
+            ("broken", False, True, "without torch"),  # removes an extension that does not run
+            ("absent", True, False, "compiled"),
+            ("works", True, False, "compiled"),
+            ("broken", True, True, "compiled"),
+        ],
+    )
+    def test_what_is_done(self, install, tmp_path, state, compile, binary, done):
+        compiled = f"install --no-deps --force-reinstall {tmp_path / 'compiled.whl'}"
+        commands = {None: [], "without torch": [self.ISOLATED], "compiled": [compiled]}
+        assert install(state, compile=compile, binary=binary) == commands[done]
 
     def test_a_distribution_of_others_is_not_replaced(self, install, pip):
         with pytest.raises(InstallError, match=r"undefined symbol. To replace it .* `pip uninstall -y mmcv`"):
