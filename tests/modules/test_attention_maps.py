@@ -140,12 +140,13 @@ def test_weights_make_the_output_and_logits_the_weights(name):
     asked = chosen[:, 0] if one and not name.startswith("NonLocal") else chosen
     torch.testing.assert_close(captured["layer"].maps(asked), some)
     if not one or name.startswith("NonLocal"):
-        for wrong, words in (
-            (chosen + torch.tensor(places), "queries must lie on (the|a) map of"),
-            (chosen - 1, "queries must lie on (the|a) map of"),
-            (chosen[:, :0], r"queries must be whole numbers of shape \(Q, "),
-        ):
-            with pytest.raises(ValueError, match=words):
+        for axis, beyond in [(axis, number) for axis, n in enumerate(places) for number in (n, -1)]:
+            off = torch.zeros(1, len(places), dtype=torch.long)
+            off[0, axis] = beyond
+            with pytest.raises(ValueError, match=r"queries must lie on (the|a) map of"):
+                captured["layer"].maps(off)
+        for wrong in (chosen[:, :0], chosen.double()):
+            with pytest.raises(ValueError, match=r"queries must be whole numbers of shape \(Q, "):
                 captured["layer"].maps(wrong)
     if len(places) == 2 and not one and x.dim() == 4:
         assert captured["layer"].size == tuple(places)
