@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from attn_plugins.modules import MultiScaleDeformableAttention
-from attn_plugins.modules.tokens import deformable_attention
 from tests.ops.deformable_attention.operands import pixel
 
 SHAPES = ((4, 6), (2, 3))
