@@ -115,10 +115,10 @@ def _operators(report: Report, device: str) -> None:
     for name, (operator, args, kwargs) in examples(drawing(device, torch.float32)).items():
         try:
             served = "; ".join(str(explain(operator, *args, **kwargs)).splitlines())
-            found = operator(*args, **kwargs)
+            output = operator(*args, **kwargs)
             with backend("reference"):
                 _, args, kwargs = exact[name]
-                off = _distance(found, operator(*args, **kwargs))
+                off = _distance(output, operator(*args, **kwargs))
         except Exception as error:
             report.fail(f"{device} {name}", _words(error))
         else:
@@ -146,8 +146,8 @@ def _explained(report: Report, device: str) -> None:
             report.line(device, f"{name}, without a GPU to run it: {served}")
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _distance(output: Tensor, expected: Tensor) -> float:
+    return float((output - expected).abs().max() / expected.abs().max())
 
 
 def _toolkits(report: Report, required: Collection[str]) -> None:

@@ -75,7 +75,7 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
     """
     texts = _read_coco(captions, problems) if captions else None
     where = ", ".join(map(str, captions)) or str(splits)
-    found: dict[str, Captions] = {}
+    by_split: dict[str, Captions] = {}
     seen: dict[str, Any] = {}
     for entry in _entries(splits, "images"):
         image_id = _image_id(splits, entry, "cocoid", "imgid")
@@ -102,8 +102,8 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
             else:
                 words.append(caption)
         if words:
-            found.setdefault(str(entry["split"]), {})[image_id] = words
-    return found
+            by_split.setdefault(str(entry["split"]), {})[image_id] = words
+    return by_split
 
 
 def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -153,7 +153,7 @@ def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
     Raises:
         ValueError: The file has another format, or an image appears twice.
     """
-    found = {}
+    attributes = {}
     for image_id, pairs in _read_json(path, dict, once=True).items():
         try:
             own = [(str(word).lower(), float(probability)) for word, probability in pairs]
@@ -161,8 +161,8 @@ def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
             own = [("", math.nan)]
         if not all(math.isfinite(probability) for _, probability in own):
             raise ValueError(f"{path}: image {image_id} must have pairs of word and probability, got {pairs!r:.120}")
-        found[image_id] = sorted(own, key=lambda pair: -pair[1])
-    return found
+        attributes[image_id] = sorted(own, key=lambda pair: -pair[1])
+    return attributes
 
 
 def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], number: int) -> Words:
@@ -202,8 +202,8 @@ def _read_json(path: Path, kind: type, once: bool = False) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         twice = next(name for name, number in Counter(name for name, _ in pairs).items() if number > 1)
         raise ValueError(f"image {twice} appears twice")
-    return found
+    return mapping

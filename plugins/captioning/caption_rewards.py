@@ -231,14 +231,14 @@ class CiderD:
     def _numbers(self, sentences: Iterable[str]) -> tuple[list[list[int]], int]:
         """Convert words to numbers and return their upper bound; unknown words get numbers beyond the vocabulary."""
         vocabulary, new = self.frequencies.vocabulary, dict[str, int]()
-        found = [
+        numbers = [
             [
                 number if (number := vocabulary.get(w)) is not None else new.setdefault(w, len(vocabulary) + len(new))
                 for w in [*sentence.split(), *self._end]
             ]
             for sentence in sentences
         ]
-        return found, len(vocabulary) + len(new)
+        return numbers, len(vocabulary) + len(new)
 
     @staticmethod
     def _similarity(

@@ -113,12 +113,12 @@ class RegionFeatures:
         if first == last:
             raise ValueError(f"{self.path}: image {image_id} has no regions")
         try:
-            found = self._read(str(image_id), first, last)
+            arrays = self._read(str(image_id), first, last)
         except Exception as error:  # LMDB and HDF5 have their own exception types
             raise ValueError(f"{self.path}: image {image_id} cannot be read: {error}") from error
-        if not np.isfinite(found["features"]).all():
+        if not np.isfinite(arrays["features"]).all():
             raise ValueError(f"{self.path}: image {image_id} has features that are NaN or infinite")
-        return found
+        return arrays
 
     def _rows(self, image_id: ImageId) -> tuple[int, int]:
         self._open()
@@ -230,12 +230,12 @@ class RegionFeaturesWriter:
             raise ValueError(f"dtype must be 'float16' or 'float32', got {dtype!r}")
         self.folder, self.dtype = Path(folder), np.dtype(dtype)
         self.folder.mkdir(parents=True, exist_ok=True)
-        found = read_index(self.folder)
-        if found.dtype not in (None, dtype):
-            raise ValueError(f"{self.folder} was started with {found.dtype}, not {dtype}")
-        self.image_ids, self.offsets, self.feature_dim = found.image_ids, found.offsets, found.feature_dim
+        index = read_index(self.folder)
+        if index.dtype not in (None, dtype):
+            raise ValueError(f"{self.folder} was started with {index.dtype}, not {dtype}")
+        self.image_ids, self.offsets, self.feature_dim = index.image_ids, index.offsets, index.feature_dim
         self._known = set(map(str, self.image_ids))
-        self._index = _appended(self.folder / INDEX, found.size)
+        self._index = _appended(self.folder / INDEX, index.size)
         rows, D = self.offsets[-1], self.feature_dim or 0
         sizes = {"features": D * self.dtype.itemsize, "boxes": 16, "scores": 4}
         self._files = {name: _appended(self.folder / name, rows * size) for name, size in sizes.items()}
@@ -269,21 +269,21 @@ class RegionFeaturesWriter:
         D = self.feature_dim if self.feature_dim is not None else features.shape[-1] if features.ndim else 0
         if features.ndim != 2 or features.shape[1] != D or D == 0:
             raise ValueError(f"image {image_id}: features must have shape (n, {D or 'D'}), got {features.shape}")
-        found = {}
+        arrays = {}
         for name, shape in (("features", features.shape), ("boxes", (len(features), 4)), ("scores", (len(features),))):
             array = np.asarray(regions[name])
             if array.shape != shape:
                 raise ValueError(f"image {image_id}: {name} must have shape {shape}, got {array.shape}")
             with np.errstate(over="ignore"):
-                found[name] = array.astype(self.dtype if name == "features" else np.float32)
-            if not np.isfinite(found[name]).all():
+                arrays[name] = array.astype(self.dtype if name == "features" else np.float32)
+            if not np.isfinite(arrays[name]).all():
                 raise ValueError(
-                    f"image {image_id}: {name} are NaN, infinite or outside the range of {found[name].dtype}"
+                    f"image {image_id}: {name} are NaN, infinite or outside the range of {arrays[name].dtype}"
                 )
-        boxes = found["boxes"]
+        boxes = arrays["boxes"]
         if ((boxes < 0) | (boxes > 1)).any() or (boxes[:, :2] > boxes[:, 2:]).any():
             raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")
-        return found
+        return arrays
 
     def assemble(self, path: str | os.PathLike[str], recipe: Mapping[str, Any] | None = None) -> None:
         """Write all images so far and the ``recipe`` to one file; the folder remains."""

@@ -186,8 +186,8 @@ def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
     environment.close()
 
 
-def _check_names(path: Path, found: Iterable[str], wanted: Sequence[str] = ARRAYS) -> None:
-    found = set(found)
-    missing = [name for name in wanted if name not in found]
+def _check_names(path: Path, names: Iterable[str], wanted: Sequence[str] = ARRAYS) -> None:
+    names = set(names)
+    missing = [name for name in wanted if name not in names]
     if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(found)) or 'nothing'}")
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(names)) or 'nothing'}")

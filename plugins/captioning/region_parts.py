@@ -44,13 +44,13 @@ class PartIndex:
 
 def read_index(folder: Path) -> PartIndex:
     """Read ``images.jsonl`` up to its last complete line; a missing file is empty."""
-    found = PartIndex()
+    index = PartIndex()
     for line in complete_lines(folder / INDEX):
-        image_id, n, found.feature_dim, found.dtype = json.loads(line)
-        found.image_ids.append(image_id)
-        found.offsets.append(found.offsets[-1] + n)
-        found.size += len(line)
-    return found
+        image_id, n, index.feature_dim, index.dtype = json.loads(line)
+        index.image_ids.append(image_id)
+        index.offsets.append(index.offsets[-1] + n)
+        index.size += len(line)
+    return index
 
 
 class RegionParts:
@@ -152,15 +152,15 @@ class GatheredRows:
         start, stop, step = rows.indices(len(self))
         if step != 1:
             raise ValueError(f"rows must be consecutive, got the step {step}")
-        found = []
+        parts = []
         piece = int(np.searchsorted(self.ends, start, "right"))
         while start < stop:
             array, first, last = self.pieces[piece]
             skipped = start - (int(self.ends[piece]) - (last - first))
             number = min(stop - start, last - first - skipped)
-            found.append(array[first + skipped : first + skipped + number])
+            parts.append(array[first + skipped : first + skipped + number])
             start, piece = start + number, piece + 1
-        return np.concatenate(found) if found else np.empty((0, *self.shape[1:]), self.dtype)
+        return np.concatenate(parts) if parts else np.empty((0, *self.shape[1:]), self.dtype)
 
 
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:

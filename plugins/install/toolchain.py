@@ -64,6 +64,6 @@ def missing_for_cuda(torch_cuda: str | None) -> str | None:
     version = subprocess.run([f"{home}/bin/nvcc", "--version"], capture_output=True, text=True).stdout
     release = re.search(r"release (\d+)\.\d+", version)
     if release is None or release[1] != torch_cuda.split(".")[0]:
-        found = f"of CUDA {release[1]}" if release else "of unknown version"
-        return f"the nvcc in {home} is {found}, but this torch was built with CUDA {torch_cuda}"
+        toolkit = f"of CUDA {release[1]}" if release else "of unknown version"
+        return f"the nvcc in {home} is {toolkit}, but this torch was built with CUDA {torch_cuda}"
     return None
