@@ -152,38 +152,38 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     if backward and name == REFERENCE:  # of a forward that another backend computed
         name = None
     failed: dict[str, Failure] = {}
-    for each in table:
-        if name is not None and each.name != name:
+    for candidate in table:
+        if name is not None and candidate.name != name:
             continue
-        reason = refusal(each, terms, options, backward)
+        reason = refusal(candidate, terms, options, backward)
         if reason is None:
             for kind, failure in failed.items():
-                _warn(operator, kind, each.name, failure)
-            return each
+                _warn(operator, kind, candidate.name, failure)
+            return candidate
         if isinstance(reason, Failure):
-            failed[each.name] = reason
+            failed[candidate.name] = reason
         if name is not None:
             raise ValueError(f"backend {name!r} does not compute this {operator}: {reason}")
-        _log(operator, each.name, reason)
-    names = ", ".join([*(each.name for each in table), REFERENCE])
+        _log(operator, candidate.name, reason)
+    names = ", ".join([*(candidate.name for candidate in table), REFERENCE])
     raise ValueError(f"backend must be one of {names} for {operator}, got {name!r}")
 
 
 def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
     """:func:`choose`, with the reasons of those before it."""
     refusals: dict[str, str] = {}
-    for each in table:
-        reason = refusal(each, terms, options)
+    for candidate in table:
+        reason = refusal(candidate, terms, options)
         if reason is None:
-            return Choice(each.name, refusals)
-        refusals[each.name] = reason
+            return Choice(candidate.name, refusals)
+        refusals[candidate.name] = reason
     raise AssertionError("the last backend of a table refuses nothing")
 
 
-def refusal(each: Backend, terms: Any, options: Any, backward: bool = False) -> str | None:
+def refusal(candidate: Backend, terms: Any, options: Any, backward: bool = False) -> str | None:
     """Return the reason why a backend does not compute, or None."""
-    reason = each.refuses(terms, options)
-    return each.refuses_backward(terms, options) if backward and reason is None else reason
+    reason = candidate.refuses(terms, options)
+    return candidate.refuses_backward(terms, options) if backward and reason is None else reason
 
 
 @lru_cache(maxsize=1024)  # reasons contain sizes

@@ -87,7 +87,7 @@ class Operator:
         self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
         self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
         self._cast = [cast is None or field in cast for field in terms._fields]
-        self._kept = [results.index(each) for each in keeps]
+        self._kept = [results.index(result) for result in keeps]
         self._needs_output = needs_output
         self._tensor_options = [
             number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
@@ -102,8 +102,8 @@ class Operator:
         if self._by_reference():
             return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
         args = (*terms, *options)
-        found = self._once.direct(self._forward, args) if unobserved(args) else self._forward_operator(*args)
-        return found if isinstance(found, Tensor) else found[0]
+        results = self._once.direct(self._forward, args) if unobserved(args) else self._forward_operator(*args)
+        return results if isinstance(results, Tensor) else results[0]
 
     def gradients(self, grad_output: Tensor, terms: Any, options: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         """Compute the gradients of checked terms outside autograd.
@@ -227,11 +227,11 @@ class Operator:
             return tuple(grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads)
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
         if serving.allocates:
-            found = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
+            gradients = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
         else:
-            found = dict(zip(terms._fields, self._gradients(terms, needs)))
-            fill(found, serving.backward(grad_output, terms, options, *kept, found))
-        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in map(found.get, terms._fields))
+            gradients = dict(zip(terms._fields, self._gradients(terms, needs)))
+            fill(gradients, serving.backward(grad_output, terms, options, *kept, gradients))
+        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in map(gradients.get, terms._fields))
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         """Uninitialised gradients, None where not needed."""
@@ -242,8 +242,8 @@ class Operator:
 
     def _fake_forward(self, *args: Any) -> Any:
         count = len(self.terms._fields)
-        found = self.fake(self.terms(*args[:count]), self.options(*args[count:]))
-        return found if len(found) > 1 else found[0]
+        results = self.fake(self.terms(*args[:count]), self.options(*args[count:]))
+        return results if len(results) > 1 else results[0]
 
     def _fake_backward(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
         grads = self._gradients(self._split(args)[0], args[-1])
@@ -291,10 +291,10 @@ class Operator:
         """Differentiate the reference twice: what the forward kept are functions of the terms, no variables."""
         tensors, options = self._saved(ctx)
         wanted = ctx.needs_input_grad[1 : len(tensors) + 1]
-        found = second_gradients(
+        gradients = second_gradients(
             lambda *terms: self.reference(self.terms(*terms), self.options(*options)), tensors, ctx.needs, wanted, grads
         )
-        return (*found, *[None] * (len(self._kept) + len(options) + 1))
+        return (*gradients, *[None] * (len(self._kept) + len(options) + 1))
 
     # --- operation counts -----------------------------------------------------------------------------------------
 

@@ -125,13 +125,13 @@ _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     key = _variant(kernel, args, constants)
-    found = _compiled.get(key) if key is not None else None
-    if found is None:
+    known = _compiled.get(key) if key is not None else None
+    if known is None:
         compiled = kernel[grid](*args, **constants)
         if key is not None and hasattr(type(compiled), "__getitem__"):  # not what Triton compiles in the background
             _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
         return
-    compiled, values = found
+    compiled, values = known
     compiled[(*grid, 1, 1)[:3]](*args, *values)
 
 
@@ -144,17 +144,17 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
     if not _launches_are_known() or kernel.pre_run_hooks:
         return None
     kinds: list[Any] = []
-    for each, plain in zip(args, _plain(kernel)):
-        kind = type(each)
+    for arg, plain in zip(args, _plain(kernel)):
+        kind = type(arg)
         if kind is int:
-            if not -(2**31) <= each < 2**31:  # Triton passes it as 64 bits
+            if not -(2**31) <= arg < 2**31:  # Triton passes it as 64 bits
                 return None
             if not plain:
-                kinds.append((each == 1, each % 16 == 0))
-        elif each is None:
+                kinds.append((arg == 1, arg % 16 == 0))
+        elif arg is None:
             kinds.append(None)
-        elif isinstance(each, Tensor):
-            kinds.append(each.dtype if each.data_ptr() % 16 == 0 else (each.dtype,))
+        elif isinstance(arg, Tensor):
+            kinds.append(arg.dtype if arg.data_ptr() % 16 == 0 else (arg.dtype,))
         elif kind is not float:
             return None
     return (id(kernel), args[0].device.index, *kinds, *constants.items())
@@ -163,7 +163,7 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
 @cache
 def _plain(kernel: Any) -> tuple[bool, ...]:
     """Whether a kernel names each of its parameters in ``do_not_specialize``."""
-    return tuple(each.do_not_specialize for each in kernel.params)
+    return tuple(parameter.do_not_specialize for parameter in kernel.params)
 
 
 @cache
@@ -244,5 +244,5 @@ def _too_old(index: int) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability >= OLDEST_CAPABILITY:
         return None
-    needed, found = (".".join(map(str, each)) for each in (OLDEST_CAPABILITY, capability))
-    return f"Triton needs compute capability {needed}, and the device has {found}"
+    needed, available = (".".join(map(str, version)) for version in (OLDEST_CAPABILITY, capability))
+    return f"Triton needs compute capability {needed}, and the device has {available}"

@@ -53,13 +53,13 @@ def rows(
 
 @triton.jit
 def store_rows(
-    tensor, first, limit, stride, found,
+    tensor, first, limit, stride, values,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of ``found``, (ROWS, BLOCK), that there are."""
+    """Store the rows of ``values``, (ROWS, BLOCK), that there are."""
     there = row_mask(first, limit, ROWS, WIDTH, BLOCK)
     begin = tensor + stride.to(tl.int64) * UNIT * first
-    tl.store(begin + row_places(stride, ROWS, BLOCK, UNIT), found.to(tensor.dtype.element_ty), mask=there)
+    tl.store(begin + row_places(stride, ROWS, BLOCK, UNIT), values.to(tensor.dtype.element_ty), mask=there)
 
 
 @triton.jit

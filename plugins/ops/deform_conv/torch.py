@@ -36,8 +36,8 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
         mask = None if terms.mask is None else terms.mask[one]
         image = terms._replace(input=terms.input[one], offset=terms.offset[one], mask=mask)
         parts.append(_backward(grad_output[one], image, options, needs))
-    found = {name: [part[name] for part in parts] for name in parts[0]}
-    return {n: torch.stack(g).sum(0) if n in ("weight", "bias") else torch.cat(g) for n, g in found.items()}
+    grads = {name: [part[name] for part in parts] for name in parts[0]}
+    return {n: torch.stack(g).sum(0) if n in ("weight", "bias") else torch.cat(g) for n, g in grads.items()}
 
 
 def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> dict[str, Tensor]:

@@ -160,8 +160,8 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     fast = is_flash(terms, options)
     if fast and _alone(terms):
         query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
-        found, total = flash.forward(query, key, value, options.scale)
-        output.copy_(found.unflatten(2, output.shape[2:4]))
+        rows, total = flash.forward(query, key, value, options.scale)
+        output.copy_(rows.unflatten(2, output.shape[2:4]))
         lse.copy_(total.view(lse.shape))
         return
     factor, scale = _scales(terms, options.scale)
@@ -220,9 +220,9 @@ def backward(
 def _flash_backward(grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor) -> Gradients:
     query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
     rows = (grad_output.flatten(2, 3), query, key, value, output.flatten(2, 3))
-    found = flash.backward(*rows, lse.flatten(2), options.scale)
+    grads = flash.backward(*rows, lse.flatten(2), options.scale)
     grids = (output.shape[2:4], terms.value.shape[2:4], terms.value.shape[2:4])
-    return {name: grad.unflatten(2, grid) for name, grad, grid in zip(terms._fields, found, grids)}
+    return {name: grad.unflatten(2, grid) for name, grad, grid in zip(terms._fields, grads, grids)}
 
 
 def _unfold(
@@ -230,7 +230,7 @@ def _unfold(
 ) -> Gradients:
     """Extract the terms' gradients from those of q', k' and the padded value."""
     query, _, value, row_logits, column_logits, key_logits = terms
-    found: Gradients = {"value": grad_value.unflatten(2, value.shape[2:4])[..., : value.shape[-1]]}
+    grads: Gradients = {"value": grad_value.unflatten(2, value.shape[2:4])[..., : value.shape[-1]]}
     grad_query = grad_query.unflatten(2, grid)
     grad_key = grad_key.unflatten(2, value.shape[2:4])
     start = 0
@@ -239,19 +239,19 @@ def _unfold(
         return grad[..., start : start + size]
 
     if query is not None:
-        found["query"] = take(grad_query, query.shape[-1]) * factor
-        found["key"] = take(grad_key, query.shape[-1])
+        grads["query"] = take(grad_query, query.shape[-1]) * factor
+        grads["key"] = take(grad_key, query.shape[-1])
         start += query.shape[-1]
     unit = _unit(value.dtype)
     if row_logits is not None:
-        found["row_logits"] = take(grad_query, value.shape[2]) / unit
+        grads["row_logits"] = take(grad_query, value.shape[2]) / unit
         start += value.shape[2]
     if column_logits is not None:
-        found["column_logits"] = take(grad_query, value.shape[3]) / unit
+        grads["column_logits"] = take(grad_query, value.shape[3]) / unit
         start += value.shape[3]
     if key_logits is not None:
-        found["key_logits"] = take(grad_key, 1).squeeze(-1) / unit
-    return found
+        grads["key_logits"] = take(grad_key, 1).squeeze(-1) / unit
+    return grads
 
 
 BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)

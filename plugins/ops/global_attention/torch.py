@@ -150,8 +150,8 @@ def backward(
     column_sum.finish()
     if sum_key is not None:
         sum_key *= options.scale
-    found = dict(key=sum_key, value=sum_value, key_logits=key_sums)
-    return {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in found.items()}
+    sums = dict(key=sum_key, value=sum_value, key_logits=key_sums)
+    return {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in sums.items()}
 
 
 class _BroadcastSum:

@@ -169,8 +169,8 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     """
     function, parameters, names = _parameters(kernel)
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
-    given = {name: each for name, each in tensors.items() if each is not None}
-    strides = {name: _strides(name, each, shape) for name, each in given.items() if each.dim() > 3}
+    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    strides = {name: _strides(name, tensor, shape) for name, tensor in given.items() if tensor.dim() > 3}
     tensor = next(iter(given.values()))
     block = _block(kernel, shape, tensor, both="row" in given and "column" in given)
     of_keys = [name for name in strides if name in _OF_KEYS]
@@ -190,7 +190,7 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         D=D, DV=DV, BLOCK_D=power_of_two(D), BLOCK_DV=power_of_two(DV),
         QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width,
         ALIGNED=_alignment(strides, tensor.dtype), LINE=_line(strides, Wk, tensor.dtype), LONG=_long(strides, shape),
-        FLAT=all(_even(each, Wq) for name, each in strides.items() if name not in _OF_KEYS),
+        FLAT=all(_even(four, Wq) for name, four in strides.items() if name not in _OF_KEYS),
         PRECISION=triton_launch.precision(tensor.dtype), UPCAST=triton_launch.upcast(tensor.dtype),
     )  # fmt: skip
     over_keys = kernel == "key_gradients"
@@ -258,9 +258,9 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     written = output if _adjacent(output) else output.contiguous()
     sums = lse.contiguous()
     _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
-    for result, found in ((output, written), (lse, sums)):
-        if found is not result:
-            result.copy_(found)
+    for result, buffer in ((output, written), (lse, sums)):
+        if buffer is not result:
+            result.copy_(buffer)
 
 
 def backward(
@@ -285,7 +285,7 @@ def backward(
     tensors = dict(**_tensors(terms, shape), grad_output=_readable(grad_output), **norms)
     targets = dict(output=_readable(output), grad_query=query, grad_row=row, grad_column=column)
     _launch("query_gradients", shape, options.scale, **tensors, **targets)
-    if any(each is not None for each in (key, value, near)):
+    if any(grad is not None for grad in (key, value, near)):
         targets = dict(grad_key=key, grad_value=value, grad_near=near)
         _launch("key_gradients", shape, options.scale, **tensors, **targets)
     for lines, grad in ((Hk, row), (Wk, column)):

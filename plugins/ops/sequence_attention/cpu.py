@@ -116,11 +116,11 @@ def backward(
         slots,
         groups,
     )
-    found: Gradients = {}
+    summed: Gradients = {}
     for (name, grad), sums in zip(grads.items(), written):
         if grad is not None and sums is not None and sums.data_ptr() != grad.data_ptr():
-            found[name] = sums.sum(2)
-    return found
+            summed[name] = sums.sum(2)
+    return summed
 
 
 BACKEND = Backend("cpu", refuses, forward, backward)

@@ -39,9 +39,9 @@ def sequence_attention_logits(
     if band_logits is not None:
         b, m, _, K = band_logits.shape
         tap = offset + (K - 1 if causal else K // 2)
-        found = band_logits.expand(b, m, T, K).gather(3, tap.clamp(0, K - 1).expand(b, m, T, S))
+        inside = band_logits.expand(b, m, T, K).gather(3, tap.clamp(0, K - 1).expand(b, m, T, S))
         outside = 0.0 if outside_logits is None else outside_logits.unsqueeze(-1)
-        logits = logits + torch.where((tap >= 0) & (tap < K), found, outside)
+        logits = logits + torch.where((tap >= 0) & (tap < K), inside, outside)
     if causal:
         logits = logits.masked_fill(offset > 0, float("-inf"))
     if key_padding_mask is not None:

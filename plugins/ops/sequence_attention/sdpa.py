@@ -53,8 +53,8 @@ def _rows(*tensors: Tensor | None) -> list[Any]:
 
 def _needed(grads: Sequence[Tensor], terms: Terms, needs: dict[str, bool]) -> Gradients:
     """Return the gradients that are needed, stored as tracing assumes."""
-    found = zip(terms._fields, grads, terms)
-    return {name: _stored_like(grad, term) for name, grad, term in found if needs[name] and term is not None}
+    named = zip(terms._fields, grads, terms)
+    return {name: _stored_like(grad, term) for name, grad, term in named if needs[name] and term is not None}
 
 
 def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ def backward_amx(
     """Return the gradients of query, key and value that are needed."""
     if output is None:  # another backend was to compute this backward pass
         output, _ = forward_amx(terms, options)
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
     )
-    return _needed(found, terms, needs)
+    return _needed(grads, terms, needs)
 
 
 # --- CUDA -----------------------------------------------------------------------------------------------------------
@@ -149,8 +149,8 @@ def backward_cuda(
 ) -> Gradients:
     """Return the gradients of query, key and value that are needed."""
     content = terms[:3]
-    found = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
-    return _needed(found, terms, needs)
+    grads = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
+    return _needed(grads, terms, needs)
 
 
 AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)

@@ -153,10 +153,11 @@ class Call:
         unit = 16 // output.element_size()
         if any(n % unit for n in places + of_output + of_vectors):
             unit = 1
-        places, of_output, of_vectors = ([n // unit for n in each] for each in (places, of_output, of_vectors))
+        places, of_output, of_vectors = ([n // unit for n in strides] for strides in (places, of_output, of_vectors))
         line = _line([self.logits[2], *logits[2:]], self.S)
-        of_logits, of_gradients = self.of_logits, _strides(logits)
-        of_logits, of_gradients = ([*each[:6], *(n // line for n in each[6:])] for each in (of_logits, of_gradients))
+        of_logits, of_gradients = (
+            [*strides[:6], *(n // line for n in strides[6:])] for strides in (self.of_logits, _strides(logits))
+        )
         padding = 0 if self.padding is None else self.padding.stride(0)
         launch(
             kernel, (programs,),
@@ -185,14 +186,14 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
     """Of batch, head and row of each; 0 along axes of size 1, and of None."""
-    found: list[int] = []
+    strides: list[int] = []
     for tensor in tensors:
         if tensor is None:
-            found += (0, 0, 0)
+            strides += (0, 0, 0)
         else:
             (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
-            found += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
-    return found
+            strides += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
+    return strides
 
 
 def _line(matrices: Sequence[Tensor | None], S: int) -> int:

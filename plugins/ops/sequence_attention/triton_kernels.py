@@ -93,8 +93,8 @@ def attend(
     masked = total == 0
     mixed = mixed / tl.where(masked, 1.0, total)[:, None]
     store_rows(matrix_of(output, b, m, output_b, output_m, UNIT), t0, T, output_t, mixed, BLOCK_T, DV, BLOCK_DV, UNIT)
-    found = tl.where(masked, float("inf"), (top + tl.log2(tl.where(masked, 1.0, total))) / LOG2E)
-    tl.store(lse + head.to(tl.int64) * T + t, found, mask=t < T)
+    logsumexp = tl.where(masked, float("inf"), (top + tl.log2(tl.where(masked, 1.0, total))) / LOG2E)
+    tl.store(lse + head.to(tl.int64) * T + t, logsumexp, mask=t < T)
 
 
 @triton.jit(do_not_specialize=PLAIN)

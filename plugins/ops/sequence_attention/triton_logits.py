@@ -18,21 +18,21 @@ BEFORE, AT, BEHIND, ALL = (tl.constexpr(n) for n in range(4))
 
 
 @triton.jit
-def of_queries(found, KEYS_FIRST: tl.constexpr):
+def of_queries(values, KEYS_FIRST: tl.constexpr):
     """Return (queries) as an axis of a tile."""
     if KEYS_FIRST:
-        return found[None, :]
+        return values[None, :]
     else:
-        return found[:, None]
+        return values[:, None]
 
 
 @triton.jit
-def of_keys(found, KEYS_FIRST: tl.constexpr):
+def of_keys(values, KEYS_FIRST: tl.constexpr):
     """(keys) as an axis of a tile."""
     if KEYS_FIRST:
-        return found[:, None]
+        return values[:, None]
     else:
-        return found[None, :]
+        return values[None, :]
 
 
 @triton.jit
