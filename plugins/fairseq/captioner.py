@@ -172,12 +172,12 @@ class ModalitiesEncoder(FairseqEncoder):
             if regions is None:
                 raise ValueError(f"regions must be in net_input {self.named}")
             regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts only models
-        found: EncoderOut = {}
+        encoder_out: EncoderOut = {}
         for name, modality in zip(SEEN, self.encode(src_tokens, regions, regions_padding_mask)):
-            found[name] = [] if modality is None else [modality.features]
+            encoder_out[name] = [] if modality is None else [modality.features]
             mask = None if modality is None else modality.padding_mask
-            found[f"{name}_padding_mask"] = [] if mask is None else [mask]
-        return found
+            encoder_out[f"{name}_padding_mask"] = [] if mask is None else [mask]
+        return encoder_out
 
     def attributes(self, src_tokens: Tensor) -> Modality:
         """Return the attributes' embeddings and padding mask."""

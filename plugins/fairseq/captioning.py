@@ -161,10 +161,10 @@ class CaptioningTask(FairseqTask):
         if split not in SPLITS:
             raise ValueError(f"the subset must be one of {', '.join(SPLITS)}, got {split!r}")
         parts = [self.captions.get(name, {}) for name in SPLITS[split]]
-        found = {image_id: captions for part in parts for image_id, captions in part.items()}
-        if not found:
+        images = {image_id: captions for part in parts for image_id, captions in part.items()}
+        if not images:
             raise ValueError(f"no image is in split {' or '.join(SPLITS[split])}; there are {', '.join(self.captions)}")
-        return found
+        return images
 
     def _path(self, option: str, *names: str, needed: bool = False) -> Optional[Path]:
         """Return the path of ``option``, or the first of ``names`` that exists in the data folder."""
@@ -343,12 +343,12 @@ class CaptioningTask(FairseqTask):
         self, generator: Any, models: Any, sample: dict[str, Any], prefix_tokens: Any = None, constraints: Any = None
     ) -> Any:
         """Generate captions, and keep the best ones for ``--results-json``."""
-        found = super().inference_step(generator, models, sample, prefix_tokens, constraints)
+        generated = super().inference_step(generator, models, sample, prefix_tokens, constraints)
         if self._results is not None:
-            for image_id, hypotheses in zip(sample["image_ids"], found):
+            for image_id, hypotheses in zip(sample["image_ids"], generated):
                 caption = self.dictionary.string(hypotheses[0]["tokens"].int().cpu())
                 self._results[image_id] = caption
-        return found
+        return generated
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's iterator; with ``--results-json``, it writes the file after a complete pass."""
@@ -362,9 +362,9 @@ class CaptioningTask(FairseqTask):
         results, self._results = self._results, None
         if results:
             path = Path(self.cfg.results_json or "")
-            found = [{"image_id": image_id, "caption": caption} for image_id, caption in results.items()]
-            found.sort(key=lambda result: (isinstance(result["image_id"], str), result["image_id"]))
-            text = json.dumps(found) + "\n"
+            entries = [{"image_id": image_id, "caption": caption} for image_id, caption in results.items()]
+            entries.sort(key=lambda entry: (isinstance(entry["image_id"], str), entry["image_id"]))
+            text = json.dumps(entries) + "\n"
             files.write(path, lambda partial: partial.write_text(text, encoding="utf-8"))
             logger.info("%d captions are in %s", len(results), path)
 

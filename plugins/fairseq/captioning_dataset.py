@@ -135,33 +135,33 @@ class CaptioningDataset(FairseqDataset):
             ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the counts that fairseq needs. Padding is on
             the right. If all samples were skipped, the batch holds another sample.
         """
-        found = [sample for sample in samples if sample is not None]
+        present = [sample for sample in samples if sample is not None]
         if not samples:
             return {}
-        if not found:  # fairseq fails on an empty batch if it is the first one, or in validation
-            found = [self._any_sample()]
+        if not present:  # fairseq fails on an empty batch if it is the first one, or in validation
+            present = [self._any_sample()]
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        target = data_utils.collate_tokens([sample["target"] for sample in found], pad)
+        target = data_utils.collate_tokens([sample["target"] for sample in present], pad)
         net_input = dict(
-            src_tokens=data_utils.collate_tokens([sample["attributes"] for sample in found], pad),
-            src_lengths=torch.tensor([len(sample["attributes"]) for sample in found]),
+            src_tokens=data_utils.collate_tokens([sample["attributes"] for sample in present], pad),
+            src_lengths=torch.tensor([len(sample["attributes"]) for sample in present]),
             prev_output_tokens=data_utils.collate_tokens(
-                [sample["target"] for sample in found], pad, eos, move_eos_to_beginning=True
+                [sample["target"] for sample in present], pad, eos, move_eos_to_beginning=True
             ),
         )
         if self.regions is not None:
-            counts = torch.tensor([len(sample["regions"]) for sample in found])
-            net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in found], True)
+            counts = torch.tensor([len(sample["regions"]) for sample in present])
+            net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in present], True)
             mask = torch.arange(int(counts.max())) >= counts.unsqueeze(1)
             net_input["regions_padding_mask"] = mask if mask.any() else None
         return dict(
-            id=torch.tensor([sample["id"] for sample in found]),
-            nsentences=len(found),
+            id=torch.tensor([sample["id"] for sample in present]),
+            nsentences=len(present),
             ntokens=int(target.ne(pad).sum()),
             net_input=net_input,
             target=target,
-            image_ids=[self.image_ids[sample["image"]] for sample in found],
-            references=[self.references[sample["image"]] for sample in found],
+            image_ids=[self.image_ids[sample["image"]] for sample in present],
+            references=[self.references[sample["image"]] for sample in present],
         )
 
     def _any_sample(self) -> dict[str, Any]:

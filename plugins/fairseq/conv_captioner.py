@@ -55,9 +55,9 @@ class ConvCaptionerDecoder(CaptionerDecoder):
         x, states = self.input_projection(words), []
         weights: dict[str, list[Tensor]] = {}
         for i, layer in enumerate(self.layers):
-            x, found, own = layer(x, words, memory, None if state is None else state[i])
+            x, alignments, own = layer(x, words, memory, None if state is None else state[i])
             states.append(own)
-            for name, alignment in found.items():
+            for name, alignment in alignments.items():
                 weights.setdefault(name, []).append(alignment)
         return self.dropout(x), weights, tuple(states)
 

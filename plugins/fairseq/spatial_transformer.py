@@ -135,13 +135,13 @@ class OwnCheckpoints:
             own = self.state_dict()  # type: ignore[attr-defined]
             differ = [name for name in own if name in state_dict and own[name].shape != state_dict[name].shape]
             parts = [("missing:", own.keys() - state_dict.keys()), ("unexpected:", state_dict.keys() - own.keys())]
-            found = [
+            differences = [
                 f"{what} {', '.join(sorted(names)[:3])}{' ...' if len(names) > 3 else ''}"
                 for what, names in (*parts, ("other shapes:", differ))
                 if names
             ]
             raise ValueError(
-                f"the checkpoint does not fit this model ({'; '.join(found) or error}): its --arch, "
+                f"the checkpoint does not fit this model ({'; '.join(differences) or error}): its --arch, "
                 "--encoder-attention, --decoder-attention, --cross-attention, --deformable, kernel sizes and "
                 "dictionaries must be the same"
             ) from error

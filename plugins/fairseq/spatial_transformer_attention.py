@@ -177,11 +177,11 @@ class SpatialEncoderAttention(_CachedAttention):
 
     def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
         """Reorder to follow the beam; on the CPU, skip the copy of keys and values if no row changes its sentence."""
-        found = self.get_incremental_state(state, "sentences")
-        if found is not None and new_order.device.type == "cpu":  # on other devices the check is slower than the copy
-            sentence = found["sentence"]
-            found["sentence"] = sentence[new_order]
-            if torch.equal(found["sentence"], sentence):
+        sentences = self.get_incremental_state(state, "sentences")
+        if sentences is not None and new_order.device.type == "cpu":  # elsewhere the check is slower than the copy
+            sentence = sentences["sentence"]
+            sentences["sentence"] = sentence[new_order]
+            if torch.equal(sentences["sentence"], sentence):
                 return state
         return super().reorder_incremental_state(state, new_order)
 

@@ -103,7 +103,7 @@ class CrossOptions(FairseqDataclass):
 
 def _flat(options: type, prefix: str) -> list[tuple[str, Any, Any]]:
     """Return the fields of a part of fairseq's configuration, prefixed as on the command line."""
-    found = []
+    entries = []
     for part in fields(options):
         name, kind, default = f"{prefix}_{part.name}", part.type, part.default
         if part.name == "_name":
@@ -112,21 +112,21 @@ def _flat(options: type, prefix: str) -> list[tuple[str, Any, Any]]:
             kind = Optional[str]
         if part.name in (*SIZES, "input_dim", "output_dim"):  # None leaves them to the architecture, also in hydra
             kind, default = Optional[int], None
-        found.append((name, kind, field(default=default, metadata=dict(part.metadata))))
-    return found
+        entries.append((name, kind, field(default=default, metadata=dict(part.metadata))))
+    return entries
 
 
 def _all_fields() -> list[tuple[str, Any, Any]]:
     sides = {"encoder": EncDecBaseConfig, "decoder": DecoderConfig}
-    found = []
+    entries = []
     for part in fields(TransformerConfig):
         if part.name in sides:
-            found += _flat(sides[part.name], part.name) + _flat(SideOptions, part.name)
+            entries += _flat(sides[part.name], part.name) + _flat(SideOptions, part.name)
         elif part.name == "quant_noise":
-            found += _flat(QuantNoiseConfig, part.name)
+            entries += _flat(QuantNoiseConfig, part.name)
         elif part.name != "_name":
-            found.append((part.name, part.type, field(default=part.default, metadata=dict(part.metadata))))
-    return found
+            entries.append((part.name, part.type, field(default=part.default, metadata=dict(part.metadata))))
+    return entries
 
 
 SpatialTransformerConfig = make_dataclass(
