@@ -64,10 +64,10 @@ def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> No
         if kind not in STOCK:
             raise ValueError(f"attention[{pattern!r}]: type must be one of {', '.join(STOCK)}, got {kind!r}")
         matched = {path: module for path, module in model.named_modules() if fnmatchcase(path, pattern)}
-        found = {path: module for path, module in matched.items() if isinstance(module, STOCK[kind])}
-        if not found:
+        layers = {path: module for path, module in matched.items() if isinstance(module, STOCK[kind])}
+        if not layers:
             raise ValueError(_no_match(model, pattern, matched, STOCK[kind]))
-        for path, module in found.items():
+        for path, module in layers.items():
             if kind == "SpatialSelfAttention":
                 planned[f"{path}.attn"] = _spatial(module.attn, options, path, grids)
             else:

@@ -93,8 +93,8 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     renamed = {}
     for key, value in state_dict.items():
-        layer, found, kind = key.rpartition("_offset.")
-        if found and not layer.endswith(".conv") and f"{layer}.weight" in state_dict:
+        layer, separator, kind = key.rpartition("_offset.")
+        if separator and not layer.endswith(".conv") and f"{layer}.weight" in state_dict:
             key = f"{layer}.conv_offset.{kind}"
         renamed[key] = value
     return renamed

@@ -155,8 +155,8 @@ class FaceParsingMetric(BaseMetric):
             pair = {"predicted": predicted[scored].long(), "true": truth[scored].long()}
             for kind, labels in pair.items():
                 if ((labels < 0) | (labels >= count)).any():
-                    found = f"from {int(labels.min())} to {int(labels.max())}"
-                    raise ValueError(f"{kind} labels of {where} must be from 0 to {count - 1}, got {found}")
+                    interval = f"from {int(labels.min())} to {int(labels.max())}"
+                    raise ValueError(f"{kind} labels of {where} must be from 0 to {count - 1}, got {interval}")
             self.results.append(self._confusion(pair["true"], pair["predicted"], count))
 
     @staticmethod

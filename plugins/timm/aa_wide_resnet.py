@@ -221,19 +221,19 @@ class AAWideResNet(Augmented):
         """
         if output_fmt != "NCHW":
             raise ValueError(f"output_fmt must be 'NCHW', got {output_fmt!r}")
-        found = []
+        features = []
         take, last = feature_take_indices(4, indices)
         x = self.conv1(x)
         if 0 in take:
-            found.append(x)
+            features.append(x)
         stages = (self.layer1, self.layer2, self.layer3)
         for i, stage in enumerate(stages[:last] if stop_early else stages, 1):
             x = self._stage(stage, x)  # type: ignore[arg-type]
             if i in take:
-                found.append(self.act(self.bn(x)) if norm and i == 3 else x)
+                features.append(self.act(self.bn(x)) if norm and i == 3 else x)
         if intermediates_only:
-            return found
-        return (self.act(self.bn(x)) if not stop_early or last == 3 else x), found
+            return features
+        return (self.act(self.bn(x)) if not stop_early or last == 3 else x), features
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -45,22 +45,22 @@ def accelerate(model: nn.Module) -> list[str]:
         ValueError: ``model`` contains no supported module.
         RuntimeError: Other code has modified one of the modules; nothing is replaced.
     """
-    found: dict[str, tuple[nn.Module, type[nn.Module]]] = {}
+    supported: dict[str, tuple[nn.Module, type[nn.Module]]] = {}
     known = False
     for name, module in model.named_modules():
         known = known or isinstance(module, tuple(kind.ours for kind in KINDS))
         for kind in KINDS:
             if type(module) is kind.stock and kind.serves(module):
                 _check(name, module, kind)
-                found[name] = module, kind.ours
-    if not found and not known:
+                supported[name] = module, kind.ours
+    if not supported and not known:
         raise ValueError(
             "model must contain blocks of timm's Swin or Swin V2, or attention with relative positions of its SAM or "
             f"MViTv2, but {type(model).__name__} has none"
         )
-    for module, ours in found.values():
+    for module, ours in supported.values():
         module.__class__ = ours
-    return list(found)
+    return list(supported)
 
 
 class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):

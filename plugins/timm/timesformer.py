@@ -223,10 +223,10 @@ class TimeSformer(VisionTransformer):
                 prefixes.append(self._mean_of_frames(tokens[:, :P], B))
         final = None if intermediates_only else self.norm(self._mean_of_frames(x, B))
         if output_dict:
-            found: dict[str, Any] = dict(image_intermediates=maps)
+            outputs: dict[str, Any] = dict(image_intermediates=maps)
             if P and return_prefix_tokens:
-                found["image_intermediates_prefix"] = prefixes
-            return found if final is None else {**found, "image_features": final}
+                outputs["image_intermediates_prefix"] = prefixes
+            return outputs if final is None else {**outputs, "image_features": final}
         taken = list(zip(maps, prefixes)) if P and return_prefix_tokens else maps
         return taken if final is None else (final, taken)
 

@@ -53,11 +53,11 @@ def complete(
         added: Name prefixes of the added attention in each block.
     """
     if time_embed is not None:
-        found = state_dict.get(f"{prefix}time_embed")
-        if found is None:
+        stored = state_dict.get(f"{prefix}time_embed")
+        if stored is None:
             state_dict[f"{prefix}time_embed"] = torch.zeros_like(time_embed)
-        elif found.dim() == 3 and found.shape[::2] == time_embed.shape[::2]:
-            state_dict[f"{prefix}time_embed"] = resized_in_time(found, time_embed.shape[1])
+        elif stored.dim() == 3 and stored.shape[::2] == time_embed.shape[::2]:
+            state_dict[f"{prefix}time_embed"] = resized_in_time(stored, time_embed.shape[1])
     for block in (f"{prefix}blocks.{number}." for number in range(blocks)):
         for name in added:
             if any(key.startswith(block + name) for key in state_dict):
