@@ -1,1 +1,1 @@
-"""What the operators share."""
+"""Shared parts of the operators."""

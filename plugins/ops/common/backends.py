@@ -115,7 +115,7 @@ def backend(name: str) -> Iterator[None]:
 
 
 def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
-    """Say which backend serves a call, and why those before it in the table do not. Nothing is computed.
+    """Return which backend serves a call, and why those before it in the table do not. Nothing is computed.
 
     Args:
         operator: A functional of :mod:`attn_plugins.ops`, such as ``window_attention``.
@@ -170,7 +170,7 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
 
 
 def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
-    """:func:`choose`, with the reasons of those before it."""
+    """Return the choice of :func:`choose` with the reasons of the backends before it."""
     refusals: dict[str, str] = {}
     for candidate in table:
         reason = refusal(candidate, terms, options)

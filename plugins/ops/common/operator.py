@@ -145,7 +145,7 @@ class Operator:
         return backends.survey(self.table, terms, options)
 
     def _to(self, dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Terms in autocast's dtype, apart from float64 and those that keep theirs."""
+        """Return the terms in autocast's dtype, apart from float64 and those that keep theirs."""
         return [
             term if term is None or not cast or term.dtype == torch.float64 else term.to(dtype)
             for term, cast in zip(terms, self._cast)
@@ -200,7 +200,7 @@ class Operator:
         return rule
 
     def _split(self, args: Sequence[Any]) -> tuple[Any, list[Tensor | None], Any]:
-        """Terms, kept results and options of a backward's arguments after ``grad_output``."""
+        """Return terms, kept results and options of a backward's arguments after ``grad_output``."""
         terms, kept = len(self.terms._fields), len(self._kept)
         rest = args[terms + kept : terms + kept + len(self.options._fields)]
         return self.terms(*args[:terms]), list(args[terms : terms + kept]), self.options(*rest)
@@ -234,7 +234,7 @@ class Operator:
         return tuple(grad_output.new_empty(0) if grad is None else grad for grad in map(gradients.get, terms._fields))
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Uninitialised gradients, None where not needed."""
+        """Return uninitialised gradients, None where not needed."""
         return [
             self.fake_gradient(name, term) if term is not None and need else None
             for name, term, need in zip(self.terms._fields, terms, needs)
@@ -308,7 +308,7 @@ class Operator:
 
 
 def in_dtype(dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Terms in autocast's dtype, apart from float64."""
+    """Return the terms in autocast's dtype, apart from float64."""
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms]
 
 
@@ -317,7 +317,7 @@ def under_autocast(
     terms: Sequence[Tensor | None],
     cast: Callable[[torch.dtype, Sequence[Tensor | None]], Sequence[Tensor | None]] = in_dtype,
 ) -> Tensor:
-    """``function(*terms)``; where autocast is on, of terms that ``cast`` brings to its dtype, and with it off."""
+    """Return ``function(*terms)``; under autocast, switch it off and ``cast`` the terms to its dtype first."""
     device_type = next(term.device.type for term in terms if term is not None)
     dtype = autocast_dtype(device_type)
     if dtype is None:
@@ -327,7 +327,7 @@ def under_autocast(
 
 
 def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[str, Any]:
-    """Operation counts of attention whose backward recomputes its logits.
+    """Return operation counts of attention whose backward recomputes its logits.
 
     Args:
         products: ``(terms, options)`` to the operations of one content product and of one value product.
@@ -337,7 +337,7 @@ def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[
     """
 
     def backward(terms: Any, options: Any, needs: Sequence[bool]) -> int:
-        """Recomputed logits, gradients of query and key; gradients of weights and value."""
+        """Count recomputed logits, gradients of query and key; gradients of weights and value."""
         content, mixing = products(terms, options)
         return 3 * content + 2 * mixing
 

@@ -33,7 +33,7 @@ LONGEST_GRID = 2**31 - 1
 
 
 class Launch(NamedTuple):
-    """A launch that :func:`recorded` kept instead of doing it.
+    """Launch that :func:`recorded` kept instead of running it.
 
     Attributes:
         kernel: What ``triton.jit`` made.
@@ -54,7 +54,7 @@ _recorded_capability = OLDEST_CAPABILITY
 
 @contextlib.contextmanager
 def recorded(capability: tuple[int, int] = OLDEST_CAPABILITY) -> Iterator[list[Launch]]:
-    """Keep launches in a list instead of doing them: which variants of kernels a call needs, without a device.
+    """Record launches in a list instead of running them: the kernel variants that a call needs, without a device.
 
     Args:
         capability: Of the device that tiles are chosen for.
@@ -74,7 +74,7 @@ def recording() -> bool:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter."""
+    """Return whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -162,20 +162,20 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
 
 @cache
 def _plain(kernel: Any) -> tuple[bool, ...]:
-    """Whether a kernel names each of its parameters in ``do_not_specialize``."""
+    """Return for each parameter of a kernel whether ``do_not_specialize`` names it."""
     return tuple(parameter.do_not_specialize for parameter in kernel.params)
 
 
 @cache
 def _launches_are_known() -> bool:
-    """Whether Triton's compiled kernels are called as this module calls them: all arguments, constants as well."""
+    """Return whether this Triton takes launches as :func:`_run` makes them: all arguments, constants as well."""
     import triton
 
     return not interpreted() and Version("3.6") <= Version(triton.__version__) < Version("3.10")
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How ``tl.dot`` multiplies float32; half numbers have one way alone.
+    """Return how ``tl.dot`` multiplies float32; in half precision there is only one way.
 
     By TF32 where torch's own switch allows it, else by three products of TF32, whose sum is about as exact as float32
     and, on tensor cores, several times as fast as products of float32. So does PyTorch's fused attention.
@@ -193,7 +193,7 @@ def _tf32_is_allowed() -> bool:
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether operands of ``tl.dot`` must become float32 first: the interpreter cannot multiply bfloat16."""
+    """Return whether operands of ``tl.dot`` must become float32 first: the interpreter cannot multiply bfloat16."""
     return interpreted() and dtype == torch.bfloat16
 
 

@@ -1,4 +1,4 @@
-"""What several Triton kernels compute alike; see :mod:`.triton_launch`."""
+"""Computations shared by several Triton kernels; see :mod:`.triton_launch`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """``total + a @ b`` in float32, whatever the operands' dtype. ``UPCAST`` is for the interpreter."""
+    """Return ``total + a @ b`` in float32, whatever the operands' dtype. ``UPCAST`` is for the interpreter."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -17,7 +17,7 @@ def multiply(a, b, total, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def matrix_of(tensor, b, m, stride_b, stride_m, UNIT: tl.constexpr):
-    """Where the rows of batch entry b, head m begin; None for None. Strides come divided by ``UNIT``."""
+    """Return a pointer to the rows of batch entry b, head m; None for None. Strides come divided by ``UNIT``."""
     if tensor is not None:
         return tensor + (b.to(tl.int64) * stride_b + m.to(tl.int64) * stride_m) * UNIT
 
@@ -30,7 +30,7 @@ def row_places(stride, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constex
 
 @triton.jit
 def row_mask(first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of the rows from ``first`` on are below ``limit``, and of BLOCK columns below ``WIDTH``: (ROWS, BLOCK)."""
+    """Return which rows from ``first`` on are below ``limit``, and columns below ``WIDTH``: (ROWS, BLOCK)."""
     there = (first + tl.arange(0, ROWS) < limit)[:, None]
     if WIDTH != BLOCK:
         there = there & (tl.arange(0, BLOCK) < WIDTH)[None, :]
@@ -41,7 +41,7 @@ def row_mask(first, limit, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.co
 def rows(
     tensor, first, limit, stride, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr
 ):
-    """ROWS rows of a matrix from ``first`` on, 0 where there are none: (ROWS, BLOCK); None for None.
+    """Load ROWS rows of a matrix from ``first`` on, 0 where there are none: (ROWS, BLOCK); None for None.
 
     Offsets within them are of 32 bits: ``stride * UNIT * ROWS`` must be below 2**31.
     """
@@ -56,7 +56,7 @@ def store_rows(
     tensor, first, limit, stride, values,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Store the rows of ``values``, (ROWS, BLOCK), that there are."""
+    """Store the rows of ``values``, (ROWS, BLOCK), that are below ``limit``."""
     there = row_mask(first, limit, ROWS, WIDTH, BLOCK)
     begin = tensor + stride.to(tl.int64) * UNIT * first
     tl.store(begin + row_places(stride, ROWS, BLOCK, UNIT), values.to(tensor.dtype.element_ty), mask=there)
@@ -64,14 +64,14 @@ def store_rows(
 
 @triton.jit
 def of_rows(tensor, first, there):
-    """Numbers of rows from a pointer's place ``first`` on, 0 where none is ``there``; None for None."""
+    """Load a number per row at offsets ``first``, 0 where none is ``there``; None for None."""
     if tensor is not None:
         return tl.load(tensor + first, mask=there, other=0.0)
 
 
 @triton.jit
 def saturated(drift, size):
-    """Return of which queries gradients of logits are to be computed once more, with a better mean: (queries).
+    """Return which queries need their logit gradients computed again, with a better mean: (queries).
 
     The gradient of a logit is weight * (slope - mean). A mean that is taken from the output is as wrong as that is
     rounded: little in most rows, and all there is in a row of one large weight, whose gradients are nearly 0. ``drift``

@@ -33,7 +33,7 @@ _SMALLEST = 16  # block
 
 
 class Blocks(NamedTuple):
-    """What a program holds at once, and how it is compiled."""
+    """Sizes of a program's blocks, and how it is compiled."""
 
     queries: int
     keys: int
@@ -54,7 +54,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def wanted(terms: Terms) -> bool:
-    """Whether these kernels are to serve, whatever the sizes are."""
+    """Return whether these kernels are to serve, whatever the sizes are."""
     if not _takes(terms):
         return False
     if (name := backends.forced()) is not None:
@@ -151,7 +151,7 @@ def backward(
 
 
 class _Launches:
-    """What all launches of a call share.
+    """Shared arguments of all launches of a call.
 
     Attributes:
         terms: Query, key and value, with contiguous widths.
@@ -171,7 +171,7 @@ class _Launches:
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:
-        """Those of a kernel, with no more channels than there are; above a width of 64, of 8 warps."""
+        """Return the blocks of a kernel, with no more channels than there are, and 8 warps above a width of 64."""
         blocks = (BLOCKS if triton_launch.hopper(self.terms[2]) else OTHER_BLOCKS)[kernel]
         if self.constants["D"] > 64:
             blocks = blocks._replace(warps=8)
@@ -210,7 +210,7 @@ class _Launches:
 
 
 def _strides(tensor: Tensor | None, column: bool) -> tuple[int, ...]:
-    """Of image, head, line and place, 0 where there is but one or no tensor."""
+    """Return the strides of image, head, line and place; 0 along axes of size 1, and for None."""
     if tensor is None:
         return 0, 0, 0, 0
     (B, M, H, W), (b, m, h, w) = tensor.shape[:4], tensor.stride()[:4]

@@ -26,7 +26,7 @@ NARROWEST = 8  # columns of a tile
 
 
 class Block(NamedTuple):
-    """What a program holds at a time, and how it is run."""
+    """Sizes of a program's block, and how it is compiled."""
 
     queries: int
     keys: int
@@ -136,7 +136,7 @@ def _readable(tensor: Tensor) -> Tensor:
 
 
 def _dense_rows(logits: Tensor) -> Tensor:
-    """(·, ·, Hk, Wk), or a copy, so that columns are adjacent; of maps of one column, rows."""
+    """Return ``logits`` (·, ·, Hk, Wk), or a copy with adjacent columns; with adjacent rows if there is one column."""
     return logits if logits.stride(-2 if logits.shape[-1] == 1 else -1) == 1 else logits.contiguous()
 
 
@@ -220,7 +220,7 @@ def _parameters(kernel: str) -> tuple[Any, list[tuple[str, int | None]], list[st
 
 
 def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, int]:
-    """Of batch, heads, and rows and columns of the map; of a map of one row, its columns' times their number."""
+    """Return the strides of batch, heads, rows and columns; with one row, its stride is W times that of columns."""
     H, W = (shape.Hk, shape.Wk) if name in _OF_KEYS else (shape.Hq, shape.Wq)
     b, m, h, w = tensor.stride()[:4]
     w = h if W == 1 else w
@@ -228,7 +228,7 @@ def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, i
 
 
 def _even(strides: tuple[int, int, int, int], width: int) -> bool:
-    """Whether the cells of a map of ``width`` columns are evenly spaced, row after row."""
+    """Return whether the cells of a map of ``width`` columns are evenly spaced, row after row."""
     return strides[2] == width * strides[3]
 
 
@@ -239,14 +239,14 @@ def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype
 
 
 def _line(strides: dict[str, tuple[int, int, int, int]], width: int, dtype: torch.dtype) -> int:
-    """How many column logits are read at a time, 16 bytes or one: each further number would be one more variant."""
+    """Return how many column logits are read at a time, 16 bytes or one: other numbers would be further variants."""
     numbers = 16 // dtype.itemsize
     fits = "column" in strides and not any(size % numbers for size in (width, *strides["column"]))
     return numbers if fits else 1
 
 
 def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
-    """Whether a head of an image spans so much memory that its offsets need 64 bits."""
+    """Return whether a head of an image spans so much memory that its offsets need 64 bits."""
     widest = max(shape.D, shape.DV, shape.Hk, shape.Wk)
     rows, columns = max(shape.Hq, shape.Hk), max(shape.Wq, shape.Wk)
     return any(rows * h + columns * w + widest >= 2**31 for _, _, h, w in strides.values())
@@ -295,7 +295,7 @@ def backward(
 
 
 def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) -> Tensor | None:
-    """Where a kernel writes: the gradient itself, or a tensor of the full shape.
+    """Return the tensor that a kernel writes to: the gradient itself, or one of the full shape.
 
     Args:
         grad: None where it is not wanted.

@@ -74,7 +74,7 @@ def tile_places(rows, columns, stride_h, stride_w, ALIGNED: tl.constexpr, LONG: 
 
 @triton.jit
 def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(cells, BLOCK) numbers, 0 where a cell is not there and beyond ``WIDTH``; None for None."""
+    """Load (cells, BLOCK) numbers, 0 where a cell is not there and beyond ``WIDTH``; None for None."""
     if tensor is not None:
         width = tl.arange(0, BLOCK)
         mask = there[:, None]
@@ -85,7 +85,7 @@ def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Do the reverse of :func:`load_cells`, in the tensor's dtype."""
+    """Store what :func:`load_cells` loads, in the tensor's dtype."""
     width = tl.arange(0, BLOCK)
     mask = there[:, None]
     if WIDTH < BLOCK:
@@ -141,7 +141,7 @@ def weights_of(logits, norm, factor):
 @triton.jit
 def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
               UPCAST: tl.constexpr):  # fmt: skip
-    """Gradients of logits, (QUERIES, KEYS), of gradients of outputs and the softmax's products."""
+    """Gradients of logits, (QUERIES, KEYS), from the gradients of outputs and the softmax's products."""
     zeros = tl.zeros((QUERIES, KEYS), tl.float32)
     return weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
 
@@ -158,7 +158,7 @@ def forward(
     ALIGNED: tl.constexpr, LINE: tl.constexpr, FLAT: tl.constexpr, LONG: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``output`` and ``lse`` (B, M, queries) of ``QUERIES`` queries a program."""
+    """Write ``output`` and ``lse`` (B, M, queries), ``QUERIES`` queries a program."""
     head, b, m, cells, known = block_of_queries(M, queries, QUERIES)
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)

@@ -123,7 +123,7 @@ class Call:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """Of the forward, of queries' gradients, of keys', of position logits'."""
+        """Tiles of the forward, and of the gradients of queries, keys and position logits."""
         width = next(width for width in self.of_widths if max(self.d, self.dv) <= width)
         name = f"sequence_attention/{self.arithmetic}/{width}"
         return tuned_parts(name, self.device, ("forward", "queries", "keys", "position"), self.of_widths[width])
@@ -169,23 +169,23 @@ class Call:
 
 
 def _near(step: int) -> int:
-    """Keys, or queries, that a loop takes at a time where a band touches them; 16 is the least of ``tl.dot``."""
+    """Return how many keys or queries a loop takes per step where a band touches them, at least 16 for ``tl.dot``."""
     return max(16, step // 2)
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Whether kernels can address ``tensor``, (B, M, rows) or (B, M, rows, width)."""
+    """Return whether kernels can address ``tensor``, (B, M, rows) or (B, M, rows, width)."""
     together = tensor.dim() == 3 or tensor.shape[3] <= 1 or tensor.stride(3) == 1
     return together and (tensor.shape[2] == 1 or tensor.stride(2) <= LONGEST)
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """``tensor``, or a copy whose last axis is contiguous."""
+    """Return ``tensor``, or a copy whose last axis is contiguous."""
     return tensor if _has_rows(tensor) else tensor.contiguous()
 
 
 def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Of batch, head and row of each; 0 along axes of size 1, and of None."""
+    """Return the strides of batch, head and row of each tensor; 0 along axes of size 1, and for None."""
     strides: list[int] = []
     for tensor in tensors:
         if tensor is None:
@@ -288,7 +288,7 @@ def _are_windows(call: Call, terms: Terms) -> bool:
 
 
 def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Where a kernel writes a gradient: there, or to a tensor of the full shape."""
+    """Return the tensor that a kernel writes a gradient to: ``grad`` itself, or one of the full shape."""
     if grad.shape != shape:
         return grad.new_empty(shape, dtype=torch.float32)
     return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)

@@ -1,4 +1,4 @@
-"""What the kernels of sequence attention compute alike: a tile of logits, its weights and their gradients.
+"""Computations shared by the kernels of sequence attention: a tile of logits, its weights and their gradients.
 
 A tile is (queries, keys), or (keys, queries) with ``KEYS_FIRST``. Logits are in units of log(2), for ``exp2``. Names
 and shapes are those of :mod:`.triton_kernels`.
@@ -28,7 +28,7 @@ def of_queries(values, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def of_keys(values, KEYS_FIRST: tl.constexpr):
-    """(keys) as an axis of a tile."""
+    """Return (keys) as an axis of a tile."""
     if KEYS_FIRST:
         return values[:, None]
     else:
@@ -68,14 +68,14 @@ def ids_of(segments, first, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def segments_of(segments, b, period, S):
-    """Where the segments of batch entry b begin; None for None."""
+    """Return a pointer to the segments of batch entry b; None for None."""
     if segments is not None:
         return segments + (b % period).to(tl.int64) * S
 
 
 @triton.jit
 def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, NEAR: tl.constexpr):
-    """Begin and end of a part of a loop from ``begin`` to ``end``, of whose steps a band touches ``count`` places."""
+    """Return the bounds of a part of a loop from ``begin`` to ``end``, in which a band touches ``count`` places."""
     low = begin + tl.maximum(first - begin, 0) // BLOCK * BLOCK
     high = low + tl.cdiv(tl.maximum(first + count - low, 0), NEAR) * NEAR
     if PART == BEFORE:
