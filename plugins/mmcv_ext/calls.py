@@ -1,4 +1,4 @@
-"""What every function of the stand-in shares: how it runs, and the checks of its arguments."""
+"""Shared parts of the stand-in's functions: how they run, and the checks of their arguments."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What modules of several folders share."""
+"""Shared parts of modules in several folders."""

@@ -1,4 +1,4 @@
-"""What an attention adds up, as one record: computed by an operator, or written out for inspection and dropout.
+"""Terms that an attention adds up, in one record: computed by an operator, or written out for inspection and dropout.
 
 Shapes: B batch, M heads, T or (Hq, Wq) queries, S or (Hk, Wk) keys, d and dv widths, P prefix keys, n taps of a window.
 """

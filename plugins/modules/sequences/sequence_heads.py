@@ -1,4 +1,4 @@
-"""What attention modules on sequences share: heads, initial draws, and inspection.
+"""Shared parts of attention modules on sequences: heads, initial draws, and inspection.
 
 Shapes: B batch, M heads, T queries, S keys, d width per head.
 """
