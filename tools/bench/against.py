@@ -42,16 +42,16 @@ def compare(parser: argparse.ArgumentParser, options: argparse.Namespace, job: J
         "attempts": 1,
     }
     job = replace(job, settings=settings, alone=True, details=False)
-    found: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
+    rows: dict[str, list[dict[str, Any]]] = {"before": [], "after": []}
     try:
         for _ in range(PROCESSES):
             for when, checkout in (("before", options.against), ("after", worker.ROOT)):
                 print(f"--- {when}", flush=True)
-                found[when].append(own_rows(checkout, job))
+                rows[when].append(own_rows(checkout, job))
     except RuntimeError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 1
-    print("\n" + "\n".join(table(found["before"], found["after"])))
+    print("\n" + "\n".join(table(rows["before"], rows["after"])))
     print(f"\nOther processes use {load.words(load.sample())} after.")
     return 0
 
@@ -80,7 +80,9 @@ def table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]
     for case in dict.fromkeys(name for rows in (*before, *after) for name in rows):
         old, new = pooled(case, before), pooled(case, after)
         if isinstance(old, str) or isinstance(new, str):
-            reasons = [f"{when}: {each}" for when, each in (("before", old), ("after", new)) if isinstance(each, str)]
+            reasons = [
+                f"{when}: {reason}" for when, reason in (("before", old), ("after", new)) if isinstance(reason, str)
+            ]
             lines.append(f"| {case} | | | | {'; '.join(reasons)} |")
             continue
         cells = [f"{milliseconds(old[key])} → {milliseconds(new[key])}" for key in ("min", "median")]

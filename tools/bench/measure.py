@@ -111,15 +111,15 @@ def _measure(
         watch = Watch()
         times = timer(contestants, device, settings)
         load = watch.read()
-        found = {
-            name: summarize([t / case.repeats for t in times[name]]) | memory[name] | each.how
-            for name, each in contestants.items()
+        results = {
+            name: summarize([t / case.repeats for t in times[name]]) | memory[name] | contestant.how
+            for name, contestant in contestants.items()
         }
-        mine, peers = found["ours"], {n: found.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
+        mine, peers = results["ours"], {n: results.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
         row = compared(case.name, mine, peers, attempts=attempts, load=load)
         is_noisy = row["noisy"]
     if details:
-        facts["backends"] = {n.removeprefix(OWN): e for n, e in (found | errors).items() if n.startswith(OWN)}
+        facts["backends"] = {n.removeprefix(OWN): e for n, e in (results | errors).items() if n.startswith(OWN)}
         facts["share"] = ceilings and roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
     row["loaded"] = device == "cpu" and (load["others"] or 0) > LOADED
     row |= {"goal": case.goal, "threads": torch.get_num_threads(), **facts}
@@ -129,8 +129,8 @@ def _measure(
 def others(served: Mapping[str, list[str]]) -> list[str]:
     """Return the backends of the operators that ran, but for the only one that served."""
     serving = {name for names in served.values() for name in names}
-    found = dict.fromkeys(name for operator in served for name in backends_of(operator))
-    return [name for name in found if serving != {name}]
+    candidates = dict.fromkeys(name for operator in served for name in backends_of(operator))
+    return [name for name in candidates if serving != {name}]
 
 
 def forced(run: Run, backend: str) -> Run:
@@ -143,9 +143,9 @@ def forced(run: Run, backend: str) -> Run:
     return by_backend
 
 
-def difference(found: Any, expected: Any) -> float:
+def difference(result: Any, expected: Any) -> float:
     """Return the relative norm of the difference between the first tensors of two results."""
-    a, b = (tensors(each)[0].double() for each in (found, expected))
+    a, b = (tensors(values)[0].double() for values in (result, expected))
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
@@ -170,12 +170,12 @@ def fatal(device: str, error: BaseException) -> None:
 
 def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
     """Measure peak memory, which also warms up; with a buffer, also that of the results and of the process."""
-    found = {"memory": peak_memory(run, device)}
+    sizes = {"memory": peak_memory(run, device)}
     if case.buffer is not None and device == "cpu":
-        found["resident"], found["results"] = resident_peak(run)
+        sizes["resident"], sizes["results"] = resident_peak(run)
     elif case.buffer is not None:
-        found["results"] = sum(tensor.nbytes for tensor in tensors(run()))
-    return found
+        sizes["results"] = sum(tensor.nbytes for tensor in tensors(run()))
+    return sizes
 
 
 # --- backends -----------------------------------------------------------------------------------------------------
@@ -184,24 +184,23 @@ def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
 def operators() -> dict[str, Operator]:
     """Return all operators that the package defines, by name."""
     modules = [module for name, module in sys.modules.items() if name.startswith("attn_plugins.ops.")]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, Operator)]
-    return {each.name: each for each in found}
+    return {value.name: value for module in modules for value in vars(module).values() if isinstance(value, Operator)}
 
 
 def backends_of(operator: str) -> list[str]:
     """Return the backends in an operator's table, preferred ones first; empty for a functional without a table."""
-    found = operators().get(operator)
-    return [] if found is None else [each.name for each in found.table]
+    defined = operators().get(operator)
+    return [] if defined is None else [backend.name for backend in defined.table]
 
 
 def served_by(run: Callable[[], Any]) -> dict[str, list[str]]:
     """Run once, and return the backends that computed each operator, forward and backward, in order of use."""
-    found: dict[str, list[str]] = {}
+    served: dict[str, list[str]] = {}
     choose = backends.choose
 
     def watched(operator: str, table: Any, terms: Any, options: Any, backward: bool = False) -> Any:
         chosen = choose(operator, table, terms, options, backward)
-        names = found.setdefault(operator, [])
+        names = served.setdefault(operator, [])
         if chosen.name not in names:
             names.append(chosen.name)
         return chosen
@@ -211,4 +210,4 @@ def served_by(run: Callable[[], Any]) -> dict[str, list[str]]:
         run()
     finally:
         backends.choose = choose
-    return found
+    return served

@@ -103,7 +103,7 @@ def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> 
         cells = [row["case"], cell(row["ours"], factor)]
         if detailed:
             served = dict.fromkeys(name for names in row["served_by"].values() for name in names)
-            times = [f"{name} {cell(each, factor)}" for name, each in row["backends"].items()]
+            times = [f"{name} {cell(result, factor)}" for name, result in row["backends"].items()]
             cells += ["+".join(served), "; ".join([*times, *row["refusals"].values()])]
         cells += [cell(row["peers"].get(name), factor) for name in peers]
         if peers:
@@ -134,14 +134,14 @@ def features_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def cell(found: Mapping[str, Any] | None, factor: float = 1.0) -> str:
+def cell(result: Mapping[str, Any] | None, factor: float = 1.0) -> str:
     """Return times and memory of one contestant, or the reason why it could not run; empty for None."""
-    if found is None:
+    if result is None:
         return ""
-    if "error" in found:
-        return found["error"]
-    least, *quartiles = (milliseconds(found[key] * factor) for key in ("min", "q1", "median", "q3"))
-    return f"{least} / {' · '.join(quartiles)} ({megabytes(found['memory'])})"
+    if "error" in result:
+        return result["error"]
+    least, *quartiles = (milliseconds(result[key] * factor) for key in ("min", "q1", "median", "q3"))
+    return f"{least} / {' · '.join(quartiles)} ({megabytes(result['memory'])})"
 
 
 def marks(row: Mapping[str, Any]) -> str:
@@ -155,7 +155,7 @@ def marks(row: Mapping[str, Any]) -> str:
 
 def host_bound(row: Mapping[str, Any]) -> bool:
     """Return whether the time of ours or the better peer on CUDA includes the host's."""
-    return any("host" in each.get("how", "") for each in (row["ours"], row["peers"].get(row["better_peer"], {})))
+    return any("host" in result.get("how", "") for result in (row["ours"], row["peers"].get(row["better_peer"], {})))
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -172,19 +172,19 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in rows:
         size = row["buffer"]["size"]
         cells = [row["case"], megabytes(size)]
-        cells += [shares(found, size) for found in (row["ours"], *(row["peers"].get(name) for name in peers))]
+        cells += [shares(result, size) for result in (row["ours"], *(row["peers"].get(name) for name in peers))]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
 
-def working_memory(found: Mapping[str, Any], key: str = "memory") -> int:
+def working_memory(result: Mapping[str, Any], key: str = "memory") -> int:
     """Return the bytes of ``memory`` or ``resident`` beyond the results."""
-    return max(0, found[key] - found["results"])
+    return max(0, result[key] - result["results"])
 
 
-def shares(found: Mapping[str, Any] | None, size: int) -> str:
+def shares(result: Mapping[str, Any] | None, size: int) -> str:
     """Return working memory by both counts, with its share of ``size``."""
-    if found is None or "error" in found:
+    if result is None or "error" in result:
         return ""
-    both = (working_memory(found, key) for key in ("memory", "resident") if key in found)
+    both = (working_memory(result, key) for key in ("memory", "resident") if key in result)
     return "; ".join(f"{megabytes(used)} ({100 * used / size:.0f} %)" for used in both)

@@ -37,9 +37,9 @@ def summarize(times: Sequence[float]) -> dict[str, Any]:
     return {"min": min(times), "q1": q1, "median": median, "q3": q3, "times": times}
 
 
-def spread(found: Mapping[str, Any]) -> float:
+def spread(result: Mapping[str, Any]) -> float:
     """Return the ratio of the upper to the lower quartile."""
-    return found["q3"] / found["q1"]
+    return result["q3"] / result["q1"]
 
 
 def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any
 
     It is noisy if ours or that peer varies more than :data:`NOISY`-fold between its quartiles.
     """
-    ran = [name for name, found in peers.items() if "min" in found]
+    ran = [name for name, peer in peers.items() if "min" in peer]
     best = min(ran, key=lambda name: peers[name]["min"], default=None)
     return {
         "case": case,
@@ -88,7 +88,7 @@ def write(folder: Path, name: str, data: dict[str, Any], text: str) -> Path:
 def dump(data: dict[str, Any]) -> str:
     """Return JSON with lists of numbers on one line each."""
     text = json.dumps({"format": FORMAT, **data}, indent=1, ensure_ascii=False)
-    return re.sub(r"\[\s+(-?\d[-+.\deE,\s]*?)\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text) + "\n"
+    return re.sub(r"\[\s+(-?\d[-+.\deE,\s]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
 
 
 def read(path: Path) -> dict[str, Any] | None:

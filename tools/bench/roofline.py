@@ -61,18 +61,18 @@ def work_of(run: Run) -> Work:
 
 def ceilings(device: str) -> dict[str, float]:
     """Measure operations per second of each kind by a matrix product, and bytes per second by a copy."""
-    (side, length), found = SIZES[device], dict[str, float]()
+    (side, length), rates = SIZES[device], dict[str, float]()
     before = torch.backends.cuda.matmul.allow_tf32
     for name, kind in KINDS.items():
         if not kind.autocast:
             torch.backends.cuda.matmul.allow_tf32 = kind.tf32
             a, b = (torch.randn(side, side, device=device, dtype=kind.dtype) for _ in range(2))
-            found[name] = 2 * side**3 / fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+            rates[name] = 2 * side**3 / fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
     torch.backends.cuda.matmul.allow_tf32 = before
     source = torch.randn(length, device=device)
     target = torch.empty_like(source)
-    found["bytes"] = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-    return found
+    rates["bytes"] = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+    return rates
 
 
 def fastest(run: Run, device: str) -> float:

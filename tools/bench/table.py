@@ -117,7 +117,7 @@ def gpu(rows: Rows) -> list[str]:
     """Return all rows of the GPU."""
     data = rows.file(GPU)
     measured = [f"{row['room']}: {row['case']}" for row in data["rows"] if "error" not in row] if data else []
-    return gpu_lines(rows, {name: name for name in (each.rsplit(", ", 1)[0] for each in measured)})
+    return gpu_lines(rows, {name: name for name in (title.rsplit(", ", 1)[0] for title in measured)})
 
 
 def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
@@ -155,8 +155,8 @@ def generate(folder: Path, table: str) -> str:
 
 def rows_table(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str] | None = None) -> list[str]:
     """Return a table of the measured rows; empty if there are none."""
-    both = [(entry.title, rows.of(entry)) for entry in entries]
-    body = [row_line(title, found) for title, found in both if any(found)]
+    measured = [(entry.title, rows.of(entry)) for entry in entries]
+    body = [row_line(title, both) for title, both in measured if any(both)]
     head = [f"| {title} | peers | {' | '.join(passes or entries[0].passes)} | memory |", "| --- " * 5 + "|"]
     return [*head, *body, ""] if body else []
 
@@ -169,8 +169,8 @@ def unmeasured(rows: Rows) -> list[str]:
 
 def row_line(title: str, both: Sequence[Mapping[str, Any] | None]) -> str:
     """Return the line of a title, from the rows of its passes, None for one that was not measured."""
-    found = [row for row in both if row is not None]
-    peers = dict.fromkeys(name for row in found for name, peer in row["peers"].items() if "error" not in peer)
+    measured = [row for row in both if row is not None]
+    peers = dict.fromkeys(name for row in measured for name, peer in row["peers"].items() if "error" not in peer)
     ratios = ("–" if row is None or row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}" for row in both)
     return f"| {title} | {'; '.join(peers)} | {' | '.join(map(ratio, both))} | {' / '.join(ratios)} |"
 
@@ -210,14 +210,14 @@ def sentences(rows: Rows) -> Iterator[str]:
     both = rows.of(COLUMN_BUFFER)
     if both[0] is not None and both[1] is not None:
         size = both[0]["buffer"]["size"]
-        found = []
+        parts = []
         for name in ("ours", *both[0]["peers"]):
-            each = [row["ours"] if name == "ours" else row["peers"][name] for row in both]
-            if not any("error" in one for one in each):
-                shares = " and ".join(f"{100 * working_memory(one, 'resident') / size:.0f} %" for one in each)
-                found.append(f"{name} {shares}")
+            passes = [row["ours"] if name == "ours" else row["peers"][name] for row in both]
+            if not any("error" in one for one in passes):
+                shares = " and ".join(f"{100 * working_memory(one, 'resident') / size:.0f} %" for one in passes)
+                parts.append(f"{name} {shares}")
         yield "Peak working memory of `deform_conv2d` (2,256,100,152) as a share of the"
-        yield f"{megabytes(size)} MiB column buffer, forward and forward+backward: {', '.join(found)}."
+        yield f"{megabytes(size)} MiB column buffer, forward and forward+backward: {', '.join(parts)}."
         yield ""
     calls = rows.file("calls-cpu")
     if calls is not None:
@@ -236,7 +236,7 @@ def backends() -> list[str]:
         table = backends_of(name)
         cells = []
         for absent in (("cuda", "triton", "flash"), ("cpu", "amx")):
-            cells.append(", then ".join(BACKENDS.get(each, each) for each in table if each not in absent))
+            cells.append(", then ".join(BACKENDS.get(backend, backend) for backend in table if backend not in absent))
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return lines
 
@@ -247,12 +247,12 @@ def filled(text: str, folder: Path) -> str:
     Raises:
         ValueError: the page has no markers, markers are not in pairs, or a row is missing.
     """
-    found = list(_MARKER.finditer(text))
-    begins, ends = found[::2], found[1::2]
+    markers = list(_MARKER.finditer(text))
+    begins, ends = markers[::2], markers[1::2]
     paired = len(begins) == len(ends) and all(
         begin[2] == "begin" and end[2] == "end" and begin[1] == end[1] for begin, end in zip(begins, ends)
     )
-    if not found or not paired:
+    if not markers or not paired:
         raise ValueError("each table needs <!-- benchmark NAME: begin --> and, below it, <!-- benchmark NAME: end -->")
     parts, last = [], 0
     for begin, end in zip(begins, ends):

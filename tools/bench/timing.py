@@ -82,13 +82,13 @@ class Contestant:
 
     def once(self) -> float:
         """Return about how long a call takes, measured in two runs."""
-        found = []
+        seconds = []
         for _ in range(2):
             started = self.start()
             if self.device == "cuda":
                 torch.cuda.synchronize()
-            found.append(self.seconds(started))
-        return min(found)
+            seconds.append(self.seconds(started))
+        return min(seconds)
 
 
 def captured(run: Run) -> Run:
@@ -141,11 +141,11 @@ def race(contestants: dict[str, Contestant], device: str, settings: Settings) ->
         if number >= settings.min_rounds and time.perf_counter() - begin > settings.seconds:
             break
         started = {}
-        for name, each in contestants.items():
+        for name, contestant in contestants.items():
             flush(device)
-            started[name] = each.start()
+            started[name] = contestant.start()
         if device == "cuda":
             torch.cuda.synchronize()
-        for name, each in contestants.items():
-            times[name].append(each.seconds(started[name]))
+        for name, contestant in contestants.items():
+            times[name].append(contestant.seconds(started[name]))
     return times

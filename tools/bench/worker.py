@@ -64,11 +64,11 @@ def read(record: Path) -> list[dict[str, Any]]:
 
 def crashes(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the contestants that ended a process, with the reasons, by row."""
-    found: dict[str, dict[str, str]] = {}
+    reasons: dict[str, dict[str, str]] = {}
     for line in lines:
         if "crash" in line:
-            found.setdefault(line["crash"], {})[line["contestant"]] = line["reason"]
-    return found
+            reasons.setdefault(line["crash"], {})[line["contestant"]] = line["reason"]
+    return reasons
 
 
 def chosen(job: Job) -> Iterator[tuple[str, Case]]:
@@ -76,11 +76,11 @@ def chosen(job: Job) -> Iterator[tuple[str, Case]]:
     wanted = re.compile(job.pattern)
     for name in job.names:
         try:
-            found = cases(name, job.device)
+            rows = cases(name, job.device)
         except Exception as error:
             yield name, Case("every row", lambda error=error: _raise(error))
             continue
-        for case in found:
+        for case in rows:
             if wanted.search(f"{name}: {case.name}") and (case.main or job.every or job.pattern or job.device == "cpu"):
                 yield name, case
 

@@ -22,5 +22,5 @@ def cases(name: str, device: str) -> list[Case]:
     """
     if name not in (*NAMES, *MORE):
         raise KeyError(name)
-    found = importlib.import_module(f"{__package__}.{name}").cases(device)
-    return found if device == "cpu" else sorted(found, key=lambda case: list(KINDS).index(case.kind))
+    rows = importlib.import_module(f"{__package__}.{name}").cases(device)
+    return rows if device == "cpu" else sorted(rows, key=lambda case: list(KINDS).index(case.kind))

@@ -71,11 +71,11 @@ def model(name: str) -> nn.Module:
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     for S, dv in (*((S, D) for S in SIZES), (14, 3)):
         heads = (B, M, S, S, D), (B, M, S, S, D), (B, M, S, S, dv)
         goal = (SIZES[S] if device == "cpu" else CUDA_GOAL) if dv == D else None
-        found += problem(
+        rows += problem(
             f"relative attention, {S}x{S}, batch {B}, {M} heads, d {D}, d_v {dv}",
             device,
             normal(*heads, (2 * S - 1, D), (2 * S - 1, D), scale=D**-0.25),
@@ -85,7 +85,7 @@ def cases(device: str) -> list[Case]:
             main=S == 28,
         )
     for C, S, dv in ((128, 28, 8), (256, 14, 24), (512, 7, 48)):
-        found += problem(
+        rows += problem(
             f"layer 3x3, {C} channels, {S}x{S}, batch {B}, d_k 160, d_v {dv}",
             device,
             normal((B, C, S, S)),
@@ -94,7 +94,7 @@ def cases(device: str) -> list[Case]:
             main=False,
         )
     batch = 8 if device == "cpu" else 128
-    return found + problem(
+    return rows + problem(
         f"aa_resnet50, 224x224, batch {batch}",
         device,
         normal((batch, 3, 224, 224)),

@@ -43,7 +43,7 @@ OPERATORS: dict[str, tuple[list[tuple[int, ...]], Any]] = {
 
 def cases(device: str) -> list[Case]:
     """Return two rows for each operator: without gradients, and with the graph for them recorded."""
-    found = []
+    rows = []
     for name, (shapes, call) in OPERATORS.items():
         for recorded in (False, True):
 
@@ -57,5 +57,5 @@ def cases(device: str) -> list[Case]:
                 return run
 
             kind = "gradients recorded" if recorded else "forward"
-            found.append(Case(f"{name}, 1 thread, {kind}", prepare, calls=CALLS, threads=1, main=False))
-    return found
+            rows.append(Case(f"{name}, 1 thread, {kind}", prepare, calls=CALLS, threads=1, main=False))
+    return rows

@@ -110,13 +110,13 @@ def compiled(peers: dict[str, Maker], device: str) -> dict[str, Maker | Peer]:
 
 
 def cases(device: str) -> list[Case]:
-    found, goals = [], (GOALS[device],) * 2
+    rows, goals = [], (GOALS[device],) * 2
     for shape in MODULES[device]:
         C = shape[1]
         peers = compiled({"mmcv": lambda C=C: mmcv(C), "einsum": lambda C=C: Plain(C)}, device)
         main = shape[:2] == (2, 512)
         for title, make in (("module", ours), ("operator and projections", Operator)):
-            found += problem(
+            rows += problem(
                 f"{title}, {shape}", device, normal(shape), lambda make=make, C=C: make(C), peers, goals=goals,
                 main=main and title == "module",
             )  # fmt: skip
@@ -130,14 +130,14 @@ def cases(device: str) -> list[Case]:
                 torch.randn(logits, dtype=dtype).permute(0, 3, 1, 2, 4),
             ]
 
-        found += problem(
+        rows += problem(
             f"operator with position logits, B {B}, {M} heads, {H}x{W}, d {d}, dv {dv}", device, inputs,
             lambda M=M: with_logits(on_channels_last, M), peers, goals=goals, channels_last=("ours",), main=False,
         )  # fmt: skip
     if device == "cuda":
         S = 97
-        found += problem(
+        rows += problem(
             f"content, B 1, {S}x{S}, d 64, dv 512", device, normal(*[(1, 1, S, S, 64)] * 2, (1, 1, S, S, 512)),
             lambda: criss_cross_attention, {"FlexAttention": lambda: flex_cross(S)}, definitions=COMPILED,
         )  # fmt: skip
-    return found
+    return rows

@@ -80,12 +80,12 @@ def operands_1d(dtype: torch.dtype) -> list[Tensor]:
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     peers: dict[str, Maker] = {"torchvision": torchvision, "mmcv": mmcv}
     for size in SIZES[device]:
         B, C, H, W, D = size
         for kind in ("float32",) if device == "cpu" else ("float32", "TF32", "float16", "bfloat16"):
-            found += problem(
+            rows += problem(
                 f"2-D ({B},{C},{H},{W}), {D} offset group{'s' * (D > 1)}",
                 device,
                 operands(size),
@@ -99,6 +99,6 @@ def cases(device: str) -> list[Case]:
                 main=size == SIZES["cuda"][0],
             )
     kinds = ("float32",) if device == "cpu" else ("float16", "float32")  # torchvision has no bfloat16
-    return found + problem(
+    return rows + problem(
         "1-D (8,512,128)", device, operands_1d, lambda: ours_1d, {"torchvision": torchvision_1d}, kinds=kinds
     )

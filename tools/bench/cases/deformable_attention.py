@@ -80,7 +80,7 @@ def grid_sample(shapes: tuple) -> Callable[..., Tensor]:
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     for name, (shapes, queries, goals, kinds) in ROWS.items():
 
         def ours(shapes: tuple = shapes) -> Callable[..., Tensor]:
@@ -93,7 +93,7 @@ def cases(device: str) -> list[Case]:
             if device == "cuda":
                 peers["mmcv, plain PyTorch"] = lambda s=shapes: mmcv(s, False, True)
                 peers["grid_sample"] = lambda s=shapes: grid_sample(s)
-            found += problem(
+            rows += problem(
                 f"{name} (Q {Q}, L {len(shapes)}, K {K}, {M} x {D})",
                 device,
                 operands(shapes, queries),
@@ -104,4 +104,4 @@ def cases(device: str) -> list[Case]:
                 heavy=queries is None and device == "cpu",
                 main=shapes is DETR and queries != 1100,
             )
-    return found
+    return rows

@@ -69,7 +69,7 @@ def cases(device: str) -> list[Case]:
 
 def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
     """Measure a model with settings of :mod:`..measure`, and return a row for each pass."""
-    found: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
+    measurements: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
     model = replace(model, size=tuple(settings.size or model.size))
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -77,34 +77,34 @@ def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
             spent = time.perf_counter() - begin
             if number >= min(LEAST, settings.min_rounds) and spent * (number + 1) / number > SECONDS:
                 break
-            for kind, processes in found.items():
+            for kind, processes in measurements.items():
                 job = (model, kind == "ours", torch.get_num_threads(), settings.seconds, Path(folder) / "weights.pth")
                 with ProcessPoolExecutor(1, get_context("spawn"), _silence) as pool:
                     processes.append(pool.submit(measured, *job).result())
-    return [row(model, each, found["ours"], found["stock"]) for each in PASSES]
+    return [row(model, pass_name, measurements["ours"], measurements["stock"]) for pass_name in PASSES]
 
 
-def row(model: Model, each: str, ours: Sequence[Mapping], stock: Sequence[Mapping]) -> dict[str, Any]:
+def row(model: Model, pass_name: str, ours: Sequence[Mapping], stock: Sequence[Mapping]) -> dict[str, Any]:
     """Return the row of one pass from the measurements of both kinds of processes."""
     both = {}
     for kind, processes in (("ours", ours), ("stock", stock)):
-        passes = [found["passes"][each] for found in processes]
-        both[kind] = summarize([t for found in passes for t in found["times"]])
+        results = [process["passes"][pass_name] for process in processes]
+        both[kind] = summarize([t for result in results for t in result["times"]])
         both[kind] |= {
-            "memory": max(found["memory"] for found in passes),
-            "features": min(t for found in passes for t in found["features"]),
+            "memory": max(result["memory"] for result in results),
+            "features": min(t for result in results for t in result["features"]),
             "loss": float(f"{processes[0]['loss']:.6g}"),
         }
-    loads = [found["load"] for found in (*ours, *stock)]
-    others = max((found["others"] for found in loads if found["others"] is not None), default=None)
+    loads = [process["load"] for process in (*ours, *stock)]
+    others = max((reading["others"] for reading in loads if reading["others"] is not None), default=None)
     return compared(
-        f"{model.title}, {model.size[0]}x{model.size[1]}, {each}",
+        f"{model.title}, {model.size[0]}x{model.size[1]}, {pass_name}",
         both["ours"],
         {"stock": both["stock"]},
         config=f"{model.package}::{model.config}",
         attempts=1,
         rounds=len(ours),
-        load={"others": others, "switches": sum(found["switches"] for found in loads)},
+        load={"others": others, "switches": sum(reading["switches"] for reading in loads)},
         loaded=(others or 0) > load.LOADED,
         goal=None,
     )
@@ -208,15 +208,15 @@ class Features:
 def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Features, limit: float) -> dict[str, list]:
     """Return times of ``step``, after a warm-up call, until ``limit`` seconds have passed; at least one."""
     step(make())
-    found: dict[str, list] = {"times": [], "features": []}
+    samples: dict[str, list] = {"times": [], "features": []}
     begin = time.perf_counter()
-    while not found["times"] or time.perf_counter() - begin < limit:
+    while not samples["times"] or time.perf_counter() - begin < limit:
         data, features.seconds = make(), 0.0
         start = time.perf_counter()
         step(data)
-        found["times"].append(time.perf_counter() - start)
-        found["features"].append(features.seconds)
-    return found
+        samples["times"].append(time.perf_counter() - start)
+        samples["features"].append(features.seconds)
+    return samples
 
 
 def _silence() -> None:

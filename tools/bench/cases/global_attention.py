@@ -70,10 +70,10 @@ def flex_global() -> Callable[..., Tensor]:
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     for setting in MODULES if device == "cpu" else CUDA_MODULES:
         kind, (B, C, H, W), heads, stride = setting
-        found += problem(
+        rows += problem(
             f"module {kind}, ({B},{C},{H},{W}), {heads} heads, kv_stride {stride}",
             device,
             normal((B, C, H, W)),
@@ -89,7 +89,7 @@ def cases(device: str) -> list[Case]:
         return [*heads, (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk)]
 
     title = f"{Hq}x{Wq} queries, {Hk}x{Wk} keys, {M} heads x {d}"
-    found += problem(
+    rows += problem(
         f"operator, {title}",
         device,
         normal(*shapes(1)),
@@ -100,5 +100,5 @@ def cases(device: str) -> list[Case]:
     if device == "cuda":
         peers: dict[str, Peer] = {**flex_peer(flex_global), "SDPA with mask": Peer(lambda: sdpa_with_mask)}
         inputs = normal(*shapes(2), (2, M, Hk, Wk))
-        found += problem(f"all terms, B 2, {title}", device, inputs, lambda: attend, peers, definitions=COMPILED)
-    return found
+        rows += problem(f"all terms, B 2, {title}", device, inputs, lambda: attend, peers, definitions=COMPILED)
+    return rows

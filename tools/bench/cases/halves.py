@@ -93,17 +93,17 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...], str]] = {
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     for title, (ours, shapes, peer) in OPERATORS.items():
         in_float32 = {"ours, float32": Peer(lambda ours=ours: ours, dtype=torch.float32)}
-        found += problem(
+        rows += problem(
             title, device, normal(*shapes), lambda ours=ours: ours,
             {"SDPA": lambda peer=peer: peer} if peer else in_float32, kinds=("bfloat16",), goals=(1.0, 1.0),
             main=peer is not None,
         )  # fmt: skip
     for title, (make, shape, name) in LAYERS.items():
-        found += problem(
+        rows += problem(
             title, device, normal(shape), partial(make, True), {name: partial(make, False)},
             kinds=("autocast to bfloat16",), goals=(1.0, 1.0), main=False,
         )  # fmt: skip
-    return found
+    return rows

@@ -86,13 +86,13 @@ def prepared(function: Any, shapes: Sequence[tuple[int, ...]], passes: str, know
 def cases(device: str) -> list[Case]:
     if triton_launch.interpreted():
         raise RuntimeError("TRITON_INTERPRET must not be set: nothing is launched in Triton's interpreter")
-    found = []
+    rows = []
     for name, (function, shapes, others) in CALLED.items():
         for passes in PASSES:
             peers = {ROUTE: prepared(function, shapes, passes, False)}
-            peers |= {peer: prepared(each, shapes, passes, None) for peer, each in others.items()}
+            peers |= {peer: prepared(other, shapes, passes, None) for peer, other in others.items()}
             case = Case(
                 f"{name}, 1 thread, {passes}", prepared(function, shapes, passes, True), peers, repeats=CALLS, threads=1
             )
-            found.append(case)
-    return found if device == "cpu" else []
+            rows.append(case)
+    return rows if device == "cpu" else []

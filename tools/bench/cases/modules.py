@@ -135,7 +135,7 @@ def opened(module: nn.Module) -> nn.Module:
 
 
 def cases(device: str) -> list[Case]:
-    found = []
+    rows = []
     for name, (make, draw) in MODULES.items():
 
         def inputs(dtype: torch.dtype, draw: Callable[[], Any] = draw) -> Any:
@@ -143,7 +143,7 @@ def cases(device: str) -> list[Case]:
 
         peers: dict[str, Maker] = {"mmcv": lambda name=name: mmcv(name)} if name in IN_MMCV else {}
         for main, passes in ((True, "forward+backward"), (False, "forward")):
-            found += problem(
+            rows += problem(
                 name,
                 device,
                 inputs,
@@ -154,4 +154,4 @@ def cases(device: str) -> list[Case]:
                 definitions=DEFINITIONS[:1] if name in STEPWISE else DEFINITIONS[: 2 if main else 3],
                 main=main,
             )
-    return found
+    return rows

@@ -53,14 +53,14 @@ def flex_band(T: int, K: int, causal: bool) -> Callable[..., Tensor]:
 
 
 def cases(device: str) -> list[Case]:
-    B, M, d, found = 4, 8, 64, []
+    B, M, d, rows = 4, 8, 64, []
     settings = [(T, K, False) for T in LENGTHS for K in KERNELS] + [(T, 11, True) for T in LENGTHS]
     for T, K, causal in settings:
         main = T == 1024 and K in (21, 11)
         peers = {"SDPA with a mask": Peer(lambda causal=causal: lambda *t: masked(*t, causal))}
         if device == "cuda" and (main or K == 21):
             peers |= flex_peer(lambda s=(T, K, causal): flex_band(*s))
-        found += problem(
+        rows += problem(
             f"{'causal ' if causal else ''}band, B {B}, M {M}, d {d}, T {T}, k {K}",
             device,
             normal(*[(B, M, T, d)] * 3, (B, M, T, K)),
@@ -70,4 +70,4 @@ def cases(device: str) -> list[Case]:
             definitions=COMPILED if main else (),
             main=main,
         )
-    return found
+    return rows

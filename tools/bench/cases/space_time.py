@@ -37,10 +37,10 @@ def step(pattern: str, clip: tuple[int, int], kind: str, depth: int = DEPTH) -> 
 def cases(device: str) -> list[Case]:
     if device != "cpu":
         return []
-    found = []
+    rows = []
     for kind in KINDS:
         for clip in CLIPS:
             first, *others = (partial(step, pattern, clip, kind) for pattern in PATTERNS)
             name = f"{clip[0]} frames of {clip[1]}², {kind}"
-            found.append(Case(name, first, dict(zip(PATTERNS[1:], others)), heavy=True))
-    return found
+            rows.append(Case(name, first, dict(zip(PATTERNS[1:], others)), heavy=True))
+    return rows

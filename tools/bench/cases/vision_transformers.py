@@ -130,7 +130,7 @@ def stage(ours: bool, fused: bool = True, block: int | None = None) -> nn.Module
 
 
 def cases(device: str) -> list[Case]:
-    cpu, found = device == "cpu", []
+    cpu, rows = device == "cpu", []
     for shift in (0, WINDOW // 2):
         peers: dict[str, Maker] = {
             "timm, eager": lambda shift=shift: windows_timm(shift, False),
@@ -138,14 +138,14 @@ def cases(device: str) -> list[Case]:
         }
         if shift:
             peers["eager, masks of -inf"] = lambda shift=shift: windows_timm(shift, False, float("-inf"))
-        found += problem(
+        rows += problem(
             f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}",
             device, windows, lambda shift=shift: windows_ours(shift), peers,
             goals=WINDOW_GOALS[bool(shift)] if cpu else FASTER,
         )  # fmt: skip
     M, d = 12, 64
     for S in (32, 64):
-        found += problem(
+        rows += problem(
             f"decomposed positions (SAM), {S}x{S}, {M} heads x {d}",
             device, normal(*[(1, M, S, S, d)] * 3, *[(2 * S - 1, d)] * 2, scale=d**-0.25), lambda: decomposed_ours,
             {"timm, eager": lambda: decomposed_timm(False), "timm, SDPA": lambda: decomposed_timm(True)},
@@ -157,7 +157,7 @@ def cases(device: str) -> list[Case]:
     ]
     for title, block in (*layers, (f"{SWIN}, 224x224, batch {batch}", None)):
         shape = (batch, 3, 224, 224) if block is None else (BATCH, MAP, MAP, HEADS * WIDTH)
-        found += problem(
+        rows += problem(
             title, device, normal(shape), lambda block=block: stage(True, True, block),
             {
                 "timm, eager": lambda block=block: stage(False, False, block),
@@ -165,4 +165,4 @@ def cases(device: str) -> list[Case]:
             },
             goals=FASTER, main=block is None,
         )  # fmt: skip
-    return found
+    return rows

@@ -112,7 +112,7 @@ def dynamic_1d(K: int, M: int) -> Maps:
 
 def cases(device: str) -> list[Case]:
     B = 1 if device == "cpu" else 16
-    cpu, found = device == "cpu", []
+    cpu, rows = device == "cpu", []
 
     def case(title: str, k: int, M: int, content: bool, position: bool, goal: float, main: bool) -> list[Case]:
         shape, border = (B, C, S, S), "exclude" if content else "zero"
@@ -136,11 +136,11 @@ def cases(device: str) -> list[Case]:
 
     for k, goal in LOCAL.items():
         goal = goal if cpu else CUDA_GOALS["local"]
-        found += case("content", k, 8, True, False, goal, k == 7)
-        found += case("content and position", k, 8, True, True, goal, k == 7)
+        rows += case("content", k, 8, True, False, goal, k == 7)
+        rows += case("content and position", k, 8, True, True, goal, k == 7)
     T, batch, width, K, M = 512, 4, 512, 31, 16
     goal = DYNAMIC_1D if cpu else CUDA_GOALS["dynamic"]
-    found += problem(
+    rows += problem(
         f"dynamic convolution 1-D, T {T}, B {batch}, C {width}, K {K}, {M} groups",
         device,
         normal((T, batch, width), (T, batch, M * K)),
@@ -152,4 +152,4 @@ def cases(device: str) -> list[Case]:
         goals=(goal, goal),
     )
     goal = DYNAMIC_2D if cpu else CUDA_GOALS["dynamic"]
-    return found + case("dynamic convolution", 7, 16, False, True, goal, True)
+    return rows + case("dynamic convolution", 7, 16, False, True, goal, True)
