@@ -29,10 +29,10 @@ EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d
 
 def last_of(folder: Path, count: int, name: re.Pattern[str]) -> list[Path]:
     """Return the ``count`` checkpoints with the highest numbers; raise a ValueError if the folder has fewer."""
-    found = sorted((int(match[1]), path) for path in folder.iterdir() if (match := name.fullmatch(path.name)))
-    if len(found) < count:
-        raise ValueError(f"--last {count} needs as many {name.pattern} in {folder}, found {len(found)}")
-    return [path for _, path in found[-count:]]
+    numbered = sorted((int(match[1]), path) for path in folder.iterdir() if (match := name.fullmatch(path.name)))
+    if len(numbered) < count:
+        raise ValueError(f"--last {count} needs as many {name.pattern} in {folder}, found {len(numbered)}")
+    return [path for _, path in numbered[-count:]]
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -94,11 +94,11 @@ class TimmBackbone(nn.Module):
             raise BadBackbone(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
         own = {key.removeprefix(PREFIX): value for key, value in weights.items() if key.startswith(PREFIX)}
         wanted = self.model.state_dict()
-        found = from_torchvision(own or weights, wanted)
-        bad = [key for key, value in wanted.items() if key not in found or found[key].shape != value.shape]
+        converted = from_torchvision(own or weights, wanted)
+        bad = [key for key, value in wanted.items() if key not in converted or converted[key].shape != value.shape]
         if bad:
             raise BadBackbone(f"{path} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
-        self.model.load_state_dict({key: found[key] for key in wanted})
+        self.model.load_state_dict({key: converted[key] for key in wanted})
 
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
         """Stretch the whole picture, in RGB, to ``size`` and normalise it: (3, H, W).
@@ -191,15 +191,15 @@ def from_torchvision(weights: dict[str, Tensor], wanted: dict[str, Tensor]) -> d
     The first two layers of torchvision's classifier, fc6 and fc7, are convolutions of 7 × 7 and 1 × 1 in timm. Their
     rows are the kernels, channels first, row by row. ``wanted`` are the weights of timm's model.
     """
-    found = dict(weights)
+    converted = dict(weights)
     for theirs, ours in (("classifier.0", "pre_logits.fc1"), ("classifier.3", "pre_logits.fc2")):
         for part in (".weight", ".bias"):
-            if theirs + part not in found or ours + part not in wanted:
+            if theirs + part not in converted or ours + part not in wanted:
                 continue
-            value, like = found.pop(theirs + part), wanted[ours + part]
+            value, like = converted.pop(theirs + part), wanted[ours + part]
             fits = value.shape[0] == like.shape[0] and value.numel() == like.numel()
-            found[ours + part] = value.reshape(like.shape) if fits else value
-    return found
+            converted[ours + part] = value.reshape(like.shape) if fits else value
+    return converted
 
 
 def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

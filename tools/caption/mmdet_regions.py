@@ -88,10 +88,10 @@ class MmdetRegions:
         proposals = model.rpn_head.predict(maps, samples, rescale=False)
         metas = [sample.metainfo for sample in samples]
         # No test configuration: returns the boxes and scores of all classes, before suppression.
-        found = model.roi_head.predict_bbox(maps, metas, proposals, None, rescale=False)
+        detections = model.roi_head.predict_bbox(maps, metas, proposals, None, rescale=False)
         sizes = [meta["img_shape"][:2] for meta in metas]
         chosen = []
-        for own, size in zip(found, sizes):
+        for own, size in zip(detections, sizes):
             P = len(own.scores)
             boxes = get_box_tensor(own.bboxes).reshape(P, -1, 4) if P else own.scores.new_zeros(0, 1, 4)
             classes = own.scores[:, :-1] if own.scores.ndim == 2 else own.scores[:, None]

@@ -81,5 +81,5 @@ class Selection:
 def as_regions(features: Tensor, boxes: Tensor, scores: Tensor, height: float, width: float) -> Regions:
     """Convert the regions of one picture to arrays; ``boxes`` are in pixels of a picture of this height and width."""
     relative = boxes.double() / boxes.new_tensor([width, height, width, height]).double()
-    found = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
-    return {name: tensor.detach().float().cpu().numpy() for name, tensor in found.items()}
+    tensors = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
+    return {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}

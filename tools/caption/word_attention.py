@@ -103,7 +103,7 @@ def summary(attentions: Sequence[WordAttention], layer: int | None = None) -> di
         name: [a.weights[name].mean(1) for a in attentions if name in a.weights] for name in ("regions", "attributes")
     }
     own["visual_share"] = [a.visual_share for a in attentions if a.visual_share is not None]
-    return {name: torch.stack([_of_layer(x, layer) for x in found]).mean(0) for name, found in own.items() if found}
+    return {name: torch.stack([_of_layer(x, layer) for x in values]).mean(0) for name, values in own.items() if values}
 
 
 def _of_layer(x: Tensor, layer: int | None) -> Tensor:

@@ -47,13 +47,13 @@ def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
     if not files:
         raise ValueError(f"landmarks: {folder} has no *.txt; name the folder that HELEN's annotation.zip unpacks")
-    found: dict[str, tuple[Path, np.ndarray]] = {}
+    faces: dict[str, tuple[Path, np.ndarray]] = {}
     for file in files:
         name, points = _read_file(file)
-        if name in found:
-            raise ValueError(f"{file} and {found[name][0].name} both hold the landmarks of {name}")
-        found[name] = file, points
-    return {name: points for name, (_, points) in found.items()}
+        if name in faces:
+            raise ValueError(f"{file} and {faces[name][0].name} both hold the landmarks of {name}")
+        faces[name] = file, points
+    return {name: points for name, (_, points) in faces.items()}
 
 
 def _read_file(file: Path) -> tuple[str, np.ndarray]:
@@ -142,13 +142,13 @@ class Alignment:
     def __init__(self, request: Request, images: Mapping[str, Path], training: Sequence[str]) -> None:
         if request.size < 32:
             raise ValueError(f"size must be at least 32 pixels, got {request.size}")
-        found = read_landmarks(request.landmarks)
-        if missing := [name for name in images if name not in found]:
+        landmarks = read_landmarks(request.landmarks)
+        if missing := [name for name in images if name not in landmarks]:
             raise ValueError(
                 f"landmarks: {request.landmarks} lacks {len(missing)} of {len(images)} faces, such as {missing[0]}"
             )
         self.size = request.size
-        self.points = {name: found[name] for name in images}
+        self.points = {name: landmarks[name] for name in images}
         if request.pictures is not None:
             self._rescale(request.pictures, images)
         self.shape = on_canvas(mean_shape(self.points[name] for name in training), self.size)

@@ -83,11 +83,11 @@ def load(path: Path, mode: str) -> np.ndarray:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image)
-            found = image.mode
+            stored = image.mode
     except OSError as error:
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
-    if found != mode:
-        raise ValueError(f"{path} must be an 8-bit {mode} image, got {found}")
+    if stored != mode:
+        raise ValueError(f"{path} must be an 8-bit {mode} image, got {stored}")
     return pixels
 
 

@@ -91,9 +91,9 @@ def normalise(text: str) -> str:
 
 def placeholders(text: str) -> Counter[str]:
     """Count each placeholder and each HTML tag (whose attributes may be translated) in ``text``."""
-    found = Counter(PLACEHOLDER.findall(text))
-    found.update(f"<{slash}{name.lower()}>" for slash, name in TAG.findall(text))
-    return found
+    counts = Counter(PLACEHOLDER.findall(text))
+    counts.update(f"<{slash}{name.lower()}>" for slash, name in TAG.findall(text))
+    return counts
 
 
 def words(text: str) -> str:
@@ -128,7 +128,7 @@ def gather(
     packages: Iterable[Package], longest: int, shortest: int = 1
 ) -> tuple[dict[str, str], dict[str, int], list[dict]]:
     """Return each source's translation in order of the sources' hashes, counts of pairs left out, and the packages."""
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    translations: defaultdict[str, Counter[str]] = defaultdict(Counter)
     reasons = ["untranslated", "fuzzy", "without words", "placeholders differ", "too long"]
     reasons += ["too short"] * (shortest > 1)
     left_out = dict.fromkeys([*reasons, "repeated", "unreadable files"], 0)
@@ -149,12 +149,12 @@ def gather(
                     left_out[reason] += 1
                 else:
                     pairs += 1
-                    found[source][target] += 1
+                    translations[source][target] += 1
         catalogues = len(package.catalogues)
         report.append(dict(name=package.name, version=package.version, catalogues=catalogues, pairs=pairs))
-    left_out["repeated"] = sum(targets.total() - 1 for targets in found.values())
-    order = sorted(found, key=lambda source: (hashlib.sha256(source.encode()).digest(), source))
-    chosen = {source: min(found[source], key=lambda t: (-found[source][t], t)) for source in order}
+    left_out["repeated"] = sum(targets.total() - 1 for targets in translations.values())
+    order = sorted(translations, key=lambda source: (hashlib.sha256(source.encode()).digest(), source))
+    chosen = {source: min(translations[source], key=lambda t: (-translations[source][t], t)) for source in order}
     return chosen, left_out, report
 
 

@@ -93,9 +93,9 @@ def places(rng: np.random.Generator, shape: tuple[int, int], axis: int, recipe: 
     steps = recipe.frames - 1
     speed = min(recipe.height * rng.uniform(*recipe.speed), room[axis] / steps)
     room[axis] -= speed * steps
-    found = np.repeat([[rng.uniform(0, room[0]), rng.uniform(0, room[1])]], recipe.frames, 0)
-    found[:, axis] += speed * np.arange(recipe.frames)
-    return np.floor(found + 0.5).astype(int)
+    corners = np.repeat([[rng.uniform(0, room[0]), rng.uniform(0, room[1])]], recipe.frames, 0)
+    corners[:, axis] += speed * np.arange(recipe.frames)
+    return np.floor(corners + 0.5).astype(int)
 
 
 def compose(
