@@ -26,7 +26,7 @@ from typing import Any
 
 from tools import need
 from tools.datasets.digits_on_photographs import Recipe, build
-from tools.detections_picture import Found, draw, known_objects
+from tools.detections_picture import Detection, draw, known_objects
 from tools.study.commands import ROOT, training_tool
 from tools.view.follow import distinct, follow_picture
 from tools.view.models import load_mm
@@ -98,10 +98,10 @@ def draw_detections(model: Any, out: Path, count: int = 6) -> str:
 
     names = model.dataset_meta["classes"]
 
-    def detect(file: Path) -> list[Found]:
+    def detect(file: Path) -> list[Detection]:
         seen = inference_detector(model, str(file)).pred_instances
         return [
-            Found(tuple(seen.bboxes[n].tolist()), names[int(seen.labels[n])], float(seen.scores[n]))
+            Detection(tuple(seen.bboxes[n].tolist()), names[int(seen.labels[n])], float(seen.scores[n]))
             for n in distinct(seen)
         ]
 

@@ -21,8 +21,8 @@ RIGHT, WRONG, MISSED = "#15803d", "#c81e1e", "#ffffff"
 
 
 @dataclass(frozen=True)
-class Found:
-    """A detection."""
+class Detection:
+    """A box with the name and score of its class."""
 
     box: Rectangle
     name: str
@@ -33,7 +33,7 @@ class Found:
 class Judged:
     """Detections on a picture, and the objects missed."""
 
-    pairs: list[tuple[Found, str | None]]  # each detection with the name of the object that it matches, or None
+    pairs: list[tuple[Detection, str | None]]  # each detection with the name of the object that it matches, or None
     missed: list[Rectangle]  # boxes of the other objects
 
 
@@ -49,7 +49,7 @@ def known_objects(annotations: Path) -> Known:
     return objects
 
 
-def judge(detections: Sequence[Found], objects: Sequence[Object]) -> Judged:
+def judge(detections: Sequence[Detection], objects: Sequence[Object]) -> Judged:
     """Match each detection, by falling score, with the object whose IoU with it is above one half."""
     free, pairs = list(objects), []
     for one in sorted(detections, key=lambda one: -one.score):
@@ -60,7 +60,7 @@ def judge(detections: Sequence[Found], objects: Sequence[Object]) -> Judged:
 
 
 def draw(
-    files: Sequence[Path], detect: Callable[[Path], list[Found]], objects: Known, threshold: float, out: Path
+    files: Sequence[Path], detect: Callable[[Path], list[Detection]], objects: Known, threshold: float, out: Path
 ) -> str:
     """Save the pictures with the detections whose score is at least ``threshold``; return the caption below them."""
     judged = [

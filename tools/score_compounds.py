@@ -50,25 +50,26 @@ def read(log: str, name: str = "the output") -> Generated:
     Raises:
         ValueError: the text is not such an output, is not finished, or lacks a sentence.
     """
-    found: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
+    sentences: dict[str, dict[int, str]] = {"T": {}, "H": {}, "D": {}}
     for match in filter(None, map(LINE.fullmatch, log.split("\n"))):
         letter, number, text = match[1], int(match[2]), match[3]
-        found[letter].setdefault(number, text if letter == "T" else text.partition("\t")[2])  # the first is the best
-    if not found["H"]:
+        # The first hypothesis of a sentence is the best.
+        sentences[letter].setdefault(number, text if letter == "T" else text.partition("\t")[2])
+    if not sentences["H"]:
         raise ValueError(f"{name} has no line H-...: it must be what fairseq-generate prints without --quiet")
-    if not found["T"]:
+    if not sentences["T"]:
         raise ValueError(f"{name} has no line T-...: the test set must have its target language")
     if not FINISHED.search(log):
         raise ValueError(f"{name} does not end with the line 'Generate ... with beam=': fairseq-generate is not done")
-    numbers = range(1 + max(map(max, found.values())))
-    for letter, lines in found.items():
+    numbers = range(1 + max(map(max, sentences.values())))
+    for letter, lines in sentences.items():
         if missing := sorted(set(numbers) - lines.keys()):
             first = f"{letter}-{missing[0]}"
             raise ValueError(
                 f"{name} lacks {len(missing)} of {len(numbers)} sentences, the first is {first}; fairseq-generate "
                 "leaves none out with --required-batch-size-multiple 1"
             )
-    references, hypotheses, detokenised = ([lines[n] for n in numbers] for lines in found.values())
+    references, hypotheses, detokenised = ([lines[n] for n in numbers] for lines in sentences.values())
     pieces = next((line for line in hypotheses if "@@ " in line or "\u2581" in line), None)
     if pieces is not None:
         raise ValueError(f"{name} has words in pieces: fairseq-generate needs --remove-bpe; got {pieces!r}")
@@ -101,32 +102,32 @@ def scores(generated: Generated, references: list[str] | None = None) -> dict[st
     """
     from sacrebleu.metrics import BLEU
 
-    found: dict[str, Any] = {"sentences": len(generated.hypotheses)}
+    figures: dict[str, Any] = {"sentences": len(generated.hypotheses)}
     detokenised = generated.detokenised != generated.hypotheses
     if references is None and not detokenised:
         references = generated.references
     if references is not None:
         plain = token_bleu(generated.hypotheses, references)
         split = token_bleu(map(split_compounds, generated.hypotheses), map(split_compounds, references))
-        found["bleu"], found["bleu_compounds_split"] = plain.score, split.score
-        found["detail"], found["detail_compounds_split"] = str(plain), str(split)
+        figures["bleu"], figures["bleu_compounds_split"] = plain.score, split.score
+        figures["detail"], figures["detail_compounds_split"] = str(plain), str(split)
     bleu = BLEU(force=True)
-    found["sacrebleu"] = bleu.corpus_score(generated.detokenised, [generated.references]).score
-    found["signature"] = str(bleu.get_signature())
-    found["detokenised"] = detokenised
-    return found
+    figures["sacrebleu"] = bleu.corpus_score(generated.detokenised, [generated.references]).score
+    figures["signature"] = str(bleu.get_signature())
+    figures["detokenised"] = detokenised
+    return figures
 
 
-def table(found: dict[str, Any]) -> str:
+def table(figures: dict[str, Any]) -> str:
     """Format the scores as lines of text."""
-    lines = [f"{found['sentences']:,} sentences"]
-    if "bleu" in found:
-        lines += [f"tokens                     {found['detail']}"]
-        lines += [f"tokens, compounds split    {found['detail_compounds_split']}"]
+    lines = [f"{figures['sentences']:,} sentences"]
+    if "bleu" in figures:
+        lines += [f"tokens                     {figures['detail']}"]
+        lines += [f"tokens, compounds split    {figures['detail_compounds_split']}"]
     else:
         lines += ["tokens                     need --reference: lines T are detokenised"]
-    note = "" if found["detokenised"] else " (not detokenised: others' sacreBLEU is of other text)"
-    return "\n".join([*lines, f"sacreBLEU                  {found['sacrebleu']:.2f} {found['signature']}{note}"])
+    note = "" if figures["detokenised"] else " (not detokenised: others' sacreBLEU is of other text)"
+    return "\n".join([*lines, f"sacreBLEU                  {figures['sacrebleu']:.2f} {figures['signature']}{note}"])
 
 
 def read_lines(path: Path, count: int) -> list[str]:
@@ -148,13 +149,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         generated = read(options.output.read_text(encoding="utf-8"), str(options.output))
         reference = None if options.reference is None else read_lines(options.reference, len(generated.hypotheses))
-        found = scores(generated, reference)
+        figures = scores(generated, reference)
         if options.json is not None:
-            write_text(options.json, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            write_text(options.json, json.dumps(figures, indent=1, ensure_ascii=False) + "\n")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         print(f"score_compounds: {error}", file=sys.stderr)
         return 2
-    print(table(found))
+    print(table(figures))
     return 0
 
 

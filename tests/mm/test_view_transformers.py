@@ -21,7 +21,7 @@ from attn_plugins.modules import capture_attention
 from tests.mm.drop_in_helpers import drop_in, restore
 from tests.mm.test_drop_in_transformers import build
 from tools.view.models import capture
-from tools.view.objects import Objects, fine_mask, found, watch_head
+from tools.view.objects import Objects, fine_mask, objects_of, watch_head
 from tools.view.points import Points
 from tools.view.tokens import OBJECTS, PIXELS, SAMPLED_OBJECTS, SAMPLED_PIXELS, Tokens, tokens
 
@@ -244,7 +244,7 @@ def test_the_uniform_weight_counts_keys_without_padding_and_mask():
 @pytest.mark.parametrize("name", [DETR, CONDITIONAL, DAB, DEFORMABLE, TWO_STAGE, DINO])
 def test_objects_are_the_models_predictions(name):
     result, head, _ = look(build("mmdet", name), "mmdet")
-    objects = found(head, SIZE, INSIDE[0], [f"name {n}" for n in range(80)])
+    objects = objects_of(head, SIZE, INSIDE[0], [f"name {n}" for n in range(80)])
     predicted = result[0].pred_instances
     least, checked = predicted.scores.min(), 0
     for n in range(len(objects)):
@@ -274,7 +274,7 @@ def test_masks_are_the_models_predictions(name):
     model.panoptic_fusion_head.test_cfg.update(panoptic_on=False, instance_on=True, max_per_image=100 * 80)
     model.panoptic_fusion_head.num_things_classes = 80
     result, head, _ = look(model, "mmdet")
-    objects, predicted = found(head, SIZE, INSIDE[0], ()), result[0].pred_instances
+    objects, predicted = objects_of(head, SIZE, INSIDE[0], ()), result[0].pred_instances
     some = [n for n in range(len(objects)) if (objects.boxes[n, 2:] > 0).all()][:5]
     assert some
     for n in some:

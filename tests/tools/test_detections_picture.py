@@ -9,15 +9,15 @@ import pytest
 from PIL import Image, ImageColor
 
 from tools import detections_picture
-from tools.detections_picture import RIGHT, WRONG, Found, draw, judge, known_objects
+from tools.detections_picture import RIGHT, WRONG, Detection, draw, judge, known_objects
 from tools.picture_sheet import CAPTION_HEIGHT, GAP, MARGIN, WIDTH, justified
 
 CAT, DOG = ((10, 10, 40, 50), "cat"), ((60, 20, 90, 70), "dog")
 
 
 def test_each_detection_has_the_object_it_lies_on():
-    sure, second = Found((11, 9, 40, 50), "cat", 0.9), Found((10, 12, 42, 52), "dog", 0.6)
-    apart, wrong = Found((0, 60, 20, 80), "dog", 0.5), Found((60, 22, 88, 70), "cat", 0.3)
+    sure, second = Detection((11, 9, 40, 50), "cat", 0.9), Detection((10, 12, 42, 52), "dog", 0.6)
+    apart, wrong = Detection((0, 60, 20, 80), "dog", 0.5), Detection((60, 22, 88, 70), "cat", 0.3)
     judged = judge([wrong, second, sure, apart], [CAT, DOG, ((2, 2, 4, 4), "ant")])
     assert judged.pairs == [(sure, "cat"), (second, None), (apart, None), (wrong, "dog")]
     assert judged.missed == [(2, 2, 4, 4)]
@@ -37,7 +37,7 @@ def test_objects_of_a_coco_file(tmp_path):
 def test_a_picture_of_right_wrong_and_missed(tmp_path, monkeypatch):
     file = tmp_path / "a.png"
     Image.new("RGB", (100, 80), "#808080").save(file)
-    found = [Found(CAT[0], "cat", 0.8), Found(DOG[0], "cat", 0.5), Found((0, 0, 9, 9), "dog", 0.2)]
+    found = [Detection(CAT[0], "cat", 0.8), Detection(DOG[0], "cat", 0.5), Detection((0, 0, 9, 9), "dog", 0.2)]
     texts = []
     pen = detections_picture.ImageDraw.ImageDraw
     write = pen.text

@@ -60,12 +60,12 @@ def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
     """Return descriptions of a valid call's faults, and the largest error in roundings."""
     before = [buffer.clone() for buffer in call.buffers]
     with mode_of(call):
-        found = compute(call, grad, call.backend)
+        results = compute(call, grad, call.backend)
     exact = compute(call, grad, backends.REFERENCE, torch.float64)
     plain = compute(call, grad, backends.REFERENCE)
     wrong, largest = [], 0.0
     sizes = call.magnitude(grad)
-    for name, tensor in found.items():
+    for name, tensor in results.items():
         words, roundings = compare(
             tensor, exact[name], plain[name], call.dtype(), sizes[name], sizes.get("condition", 1.0)
         )
@@ -78,31 +78,31 @@ def problems(call: Call, grad: Tensor) -> tuple[list[str], float]:
 
 
 def compare(
-    found: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, magnitude: float, condition: float = 1.0
+    result: Tensor, exact: Tensor, plain: Tensor, dtype: torch.dtype, magnitude: float, condition: float = 1.0
 ) -> tuple[list[str], float]:
     """Describe how a result differs from the exact one, and by how many roundings.
 
     ``exact`` is the reference's result in float64, ``plain`` that in ``dtype``.
     """
-    if found.dtype != dtype or found.shape != exact.shape:
-        return [f"is {found.dtype} {tuple(found.shape)}, not {dtype} {tuple(exact.shape)}"], 0.0
-    if found.numel() == 0:
+    if result.dtype != dtype or result.shape != exact.shape:
+        return [f"is {result.dtype} {tuple(result.shape)}, not {dtype} {tuple(exact.shape)}"], 0.0
+    if result.numel() == 0:
         return [], 0.0
-    found, plain = found.double(), plain.double()
+    result, plain = result.double(), plain.double()
     finite = exact.isfinite()
-    other = (found != exact) & ~(found.isnan() & exact.isnan())
-    if bool((other & ~finite).any()) or not bool(found[finite].isfinite().all()):
-        wrong = (found.isfinite() != finite).sum() + (other & ~finite & ~found.isfinite()).sum()
+    other = (result != exact) & ~(result.isnan() & exact.isnan())
+    if bool((other & ~finite).any()) or not bool(result[finite].isfinite().all()):
+        wrong = (result.isfinite() != finite).sum() + (other & ~finite & ~result.isfinite()).sum()
         return [f"has {int(wrong)} numbers that are not finite as the reference's are"], 0.0
-    error, own, size = ((t.abs().masked_fill(~finite, 0)).max() for t in (found - exact, plain - exact, exact))
+    error, own, size = ((t.abs().masked_fill(~finite, 0)).max() for t in (result - exact, plain - exact, exact))
     precision = max(torch.finfo(dtype).eps, condition * torch.finfo(arithmetic_dtype(dtype)).eps)
     one = max(precision * max(float(size), magnitude), float(own), torch.finfo(dtype).tiny)
     roundings = float(error) / one
     if roundings <= LIMIT:
         return [], roundings
-    at = int((found - exact).abs().masked_fill(~finite, 0).argmax())
-    place = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), found.shape))
+    at = int((result - exact).abs().masked_fill(~finite, 0).argmax())
+    place = tuple(int(n) for n in torch.unravel_index(torch.tensor(at), result.shape))
     return [
-        f"is {float(found.flatten()[at]):.6g} at {place}, not {float(exact.flatten()[at]):.6g}: "
+        f"is {float(result.flatten()[at]):.6g} at {place}, not {float(exact.flatten()[at]):.6g}: "
         f"{roundings:.3g} roundings, {LIMIT:g} are allowed"
     ], roundings

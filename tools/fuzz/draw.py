@@ -35,14 +35,14 @@ class Draw:
         """Draw a size: mostly small, often 1, sometimes near a block of the kernels."""
         kind = self.random.random()
         if kind < 0.15:
-            found = 1
+            size = 1
         elif kind < 0.75:
-            found = self.integer(2, 9)
+            size = self.integer(2, 9)
         elif kind < 0.9:
-            found = self.integer(10, 30)
+            size = self.integer(10, 30)
         else:
-            found = self.choice(EDGES)
-        return min(found, largest)
+            size = self.choice(EDGES)
+        return min(size, largest)
 
     def extents(self, count: int, product: int) -> tuple[int, ...]:
         """Draw sizes whose product is at most ``product``."""
@@ -70,14 +70,14 @@ class Draw:
 
     def logits(self, *shape: int) -> Tensor:
         """Draw logits, sometimes large, sometimes with -inf in some places or in a whole row."""
-        found = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0, 1000.0)))
+        logits = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0, 1000.0)))
         if self.chance(0.3):
             kept = torch.rand(shape, generator=self.generator) > self.choice((0.1, 0.5, 0.9))
-            found = found.masked_fill(~kept, float("-inf"))
+            logits = logits.masked_fill(~kept, float("-inf"))
         if self.chance(0.15) and shape:
             rows = torch.rand((*shape[:-1], 1), generator=self.generator) < 0.3
-            found = found.masked_fill(rows, float("-inf"))
-        return found
+            logits = logits.masked_fill(rows, float("-inf"))
+        return logits
 
     def broadcast(self, shape: Sequence[int], axes: int, probability: float = 0.25) -> tuple[int, ...]:
         """Return ``shape``, with each of the first ``axes`` set to size 1 with a probability."""

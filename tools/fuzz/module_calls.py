@@ -128,8 +128,8 @@ def _values(scene: Scene) -> tuple[list[str], float]:
         # One error is a random number; those of inputs that differ by a rounding say how large they get.
         plain = [scene.results(torch.float32, nudge) for nudge in (0.0, EPSILON, -EPSILON)]
         plain.append(scene.results(torch.float64, EPSILON))
-    found, roundings = _differences(scene.results(torch.float32), exact, plain, 128 * EPSILON)
-    return faults + [f"in float32, {words}" for words in found], roundings
+    differences, roundings = _differences(scene.results(torch.float32), exact, plain, 128 * EPSILON)
+    return faults + [f"in float32, {words}" for words in differences], roundings
 
 
 def _differences(

@@ -85,8 +85,8 @@ def _offsets(source: Draw, *shape: int) -> Tensor:
 
     Some are exactly on a pixel, where the derivative is the right-hand one; some are far outside the map.
     """
-    found = (source.normal(*shape, scale=source.choice((0.3, 2.0))) * 32).round().clamp(-127, 127) / 32
-    return _far(source, found)
+    offsets = (source.normal(*shape, scale=source.choice((0.3, 2.0))) * 32).round().clamp(-127, 127) / 32
+    return _far(source, offsets)
 
 
 def _of_convolution(arguments: dict, grad: Tensor) -> dict[str, float]:
@@ -147,13 +147,13 @@ def deformable(source: Draw) -> Call:
 
 def _locations(source: Draw, shapes: tuple, points: list[int], leading: tuple[int, ...]) -> Tensor:
     """Draw locations up to two pixels outside the map, at least a tenth of a pixel from jumps of the derivative."""
-    found = []
+    locations = []
     for (H, W), count in zip(shapes, points):
         sizes = torch.tensor([W, H], dtype=torch.float64)
         places = torch.rand((*leading, count, 2), generator=source.generator, dtype=torch.float64) * (sizes + 4) - 2
         places = places.floor() + 0.2 + 0.6 * (places - places.floor())
-        found.append((places + 0.5) / sizes)
-    return _far(source, torch.cat(found, 3))
+        locations.append((places + 0.5) / sizes)
+    return _far(source, torch.cat(locations, 3))
 
 
 def _of_attention(arguments: dict[str, Any], grad: Tensor, extent: int) -> dict[str, float]:

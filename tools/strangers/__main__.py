@@ -90,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = sources[suite.project].resolve()
         outcome = run(root, [suite.tests], suite.project, suite.environment, options.k)
         reasons = judge(root, suite, outcome)
-        found = _explain(outcome.failures, reasons)
-        print(line := _line(suite, outcome.counts, reasons), *found, sep="\n", flush=True)
+        explained = _explain(outcome.failures, reasons)
+        print(line := _line(suite, outcome.counts, reasons), *explained, sep="\n", flush=True)
         lines.append(line)
-        notes += found
+        notes += explained
         ours += list(reasons.values()).count(OURS)
     if not options.k:
         write_text(options.page, _page(lines, notes, sources))

@@ -85,11 +85,11 @@ def compare(
     window = [2 * k - 1 for k in kernel]
     for dtype, bounds in BOUNDS.items():
         leaves = [t.detach().to(dtype, copy=True).requires_grad_() for t in (query, key, value)]
-        found = attn_plugins.ops.window_attention(
+        output = attn_plugins.ops.window_attention(
             *leaves, logits.to(dtype), window, dilation=dilations, scale=head_dim**-0.5
         )
-        found.backward(gradient.to(dtype))
-        for actual, wanted, bound in zip([found, *(t.grad for t in leaves)], expected, bounds, strict=True):
+        output.backward(gradient.to(dtype))
+        for actual, wanted, bound in zip([output, *(t.grad for t in leaves)], expected, bounds, strict=True):
             torch.testing.assert_close(actual.double(), wanted, atol=bound, rtol=0)
 
     if all(k % 2 and s == 1 and not c for k, s, c in zip(kernel, strides, causal, strict=True)):

@@ -183,12 +183,12 @@ def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
         return Outcome(MISSING, why=f"`{error.args[0]}` is missing: {how} of one core")
 
 
-def claim_row(claim: dict[str, Any], found: Outcome) -> str:
+def claim_row(claim: dict[str, Any], judged: Outcome) -> str:
     """Return a claim's line of the table."""
     study = f"[{claim['study']}](#studies)" if "study" in claim else ""
-    why = "; ".join(part for part in (found.why, claim.get("note")) if part)
+    why = "; ".join(part for part in (judged.why, claim.get("note")) if part)
     text = f"{claim['claim']}{' *(other data)*' if claim.get('repeats') else ''}"
-    cells = [text, f"{claim['document']}, {claim['place']}", study, found.result, f"**{found.verdict}**", why]
+    cells = [text, f"{claim['document']}, {claim['place']}", study, judged.result, f"**{judged.verdict}**", why]
     return f"| {' | '.join(cells)} |"
 
 
@@ -210,7 +210,7 @@ def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
     lines = [
         INTRODUCTION, f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
-        *(claim_row(claim, found) for claim, found in zip(claims, outcomes)), "",
+        *(claim_row(claim, judged) for claim, judged in zip(claims, outcomes)), "",
         "## Studies", "",
         "Minutes are of one core, for all seeds; `$TOOLS` is the folder of mmdet's or mmsegmentation's own tools "
         "(`.mim/tools` of the package). Seeds are counted for each setting.", "",
@@ -222,13 +222,13 @@ def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
 
 def counts(outcomes: Sequence[Outcome]) -> str:
     """Return the numbers of claims by verdict."""
-    number = Counter(found.verdict for found in outcomes)
+    number = Counter(judged.verdict for judged in outcomes)
     return ", ".join(f"{number[verdict]} {verdict}" for verdict in (SEEN, NOT, CANNOT, MISSING) if number[verdict])
 
 
 def asides(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> str:
     """Return how many of the claims that are seen count operations, and how many repeat another on other data."""
-    seen = [claim for claim, found in zip(claims, outcomes) if found.verdict == SEEN]
+    seen = [claim for claim, judged in zip(claims, outcomes) if judged.verdict == SEEN]
     operations = sum("/operations" in str(claim.get("above")) for claim in seen)
     repeated = sum("repeats" in claim for claim in seen)
     return f"Of those seen, {operations} only count operations, and {repeated} repeat another claim on other data."

@@ -41,10 +41,10 @@ def read_log(folder: Path, epochs: bool, curves: dict[str, str]) -> dict[str, An
         raise StudyError(f"{folder} has no */vis_data/scalars.json with {first}: no evaluation ended")
     steps = sorted(evaluations)
     known = {name: metric for name, metric in curves.items() if metric in evaluations[steps[-1]]}
-    found = {name: [evaluations[step][metric] for step in steps] for name, metric in known.items()}
+    values = {name: [evaluations[step][metric] for step in steps] for name, metric in known.items()}
     return {
         "epochs" if epochs else "steps": steps,
-        **found,
+        **values,
         **({"loss": [losses[epoch] for epoch in sorted(losses)]} if losses else {}),
     }
 
@@ -151,13 +151,13 @@ class MM:
         init_default_scope(self.toolkit)
         with torch.device("meta"):
             model = registry.MODELS.build(config.model).eval()
-        found = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+        counts = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
         if sides := self.study.data.get("operations"):
             head = model.bbox_head if self.toolkit == "mmdet" else model.decode_head
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 head(model.extract_feat(torch.empty(1, 3, *sides, device="meta")))
-            found["multiply_adds"] = counter.get_total_flops() // 2
-        return found
+            counts["multiply_adds"] = counter.get_total_flops() // 2
+        return counts
 
     def train(self, one: Run, folder: Path) -> dict[str, Any]:
         """Train; return the size, the curves and the CPU time."""

@@ -56,12 +56,12 @@ def check(options: argparse.Namespace) -> int:
     config = build({"model": "any", **values}, options.set)
     training, validation, _ = datasets(config, options.data)
     halves = broken.folders([training, validation])
-    found = broken.find_broken(halves, options.data, config)
-    for name, reason in found.items():
+    reasons = broken.find_broken(halves, options.data, config)
+    for name, reason in reasons.items():
         print(f"{options.data / name}: {reason}")
     images = sum(len(half) for half in halves)
-    print(f"{len(found)} of {images} images cannot be read" if found else f"all {images} images can be read")
-    return int(bool(found))
+    print(f"{len(reasons)} of {images} images cannot be read" if reasons else f"all {images} images can be read")
+    return int(bool(reasons))
 
 
 def build_model(config: Config, num_classes: int, place: Place) -> torch.nn.Module:
@@ -77,9 +77,9 @@ def evaluate_weights(config: Config, options: argparse.Namespace, place: Place) 
     _, validation, classes, _ = read_images(Settings(config, config), options, place)
     model = build_model(config, len(classes), place)
     checkpoint.load_weights(model, options.evaluate, config, classes)
-    found = evaluate(model, validation_loader(validation, config, data_config(config, model), place), place)
+    scores = evaluate(model, validation_loader(validation, config, data_config(config, model), place), place)
     if place.rank == 0:
-        print(f"top-1 {found['top1']:.2f} %  top-5 {found['top5']:.2f} %  loss {found['val_loss']:.4f}")
+        print(f"top-1 {scores['top1']:.2f} %  top-5 {scores['top5']:.2f} %  loss {scores['val_loss']:.4f}")
 
 
 def read_images(settings: Settings, options: argparse.Namespace, place: Place) -> tuple[Any, Any, list[str], list[str]]:
@@ -92,10 +92,10 @@ def read_images(settings: Settings, options: argparse.Namespace, place: Place) -
         return training, validation, classes, []
     halves, notes = broken.folders([training, validation]), list[str]()
     if settings.left_out is None:
-        found, file = broken.find_broken(halves, options.data, settings.config, place), options.output / "broken.txt"
-        settings.left_out = list(found)
-        if found:
-            notes = [broken.report(found, len(training) + len(validation), file, write=place.rank == 0)]
+        reasons, file = broken.find_broken(halves, options.data, settings.config, place), options.output / "broken.txt"
+        settings.left_out = list(reasons)
+        if reasons:
+            notes = [broken.report(reasons, len(training) + len(validation), file, write=place.rank == 0)]
     elif settings.left_out:
         notes = [f"left out {len(settings.left_out)} broken images, those that the training began without"]
     broken.leave_out(halves, options.data, settings.left_out)

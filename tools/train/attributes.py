@@ -224,16 +224,16 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
     none = torch.zeros(len(data.images), 0)
     pictures = Pictures(data.images, none, detector.backbone, 0.0, options.skip_invalid_samples)
     loader: Any = DataLoader(pictures, options.batch_size, num_workers=options.workers, collate_fn=collate)
-    found: dict[str, list] = {}
+    attributes: dict[str, list] = {}
     for batch in filter(None, loader):
         for index, own in zip(batch[0].tolist(), detector.log_odds(batch[1].to(device)).cpu()):
-            found[str(data.images[index].id)] = top(own, detector.words, options.top)
-    if not found:
+            attributes[str(data.images[index].id)] = top(own, detector.words, options.top)
+    if not attributes:
         raise ValueError("none of the pictures can be read")
     out = options.attributes or options.data / "attributes.json"
-    files.write_text(out, json.dumps(found))
-    print(f"{out}: {len(found)} images, {len(next(iter(found.values())))} words each")
-    return len(data.images) - len(found)
+    files.write_text(out, json.dumps(attributes))
+    print(f"{out}: {len(attributes)} images, {len(next(iter(attributes.values())))} words each")
+    return len(data.images) - len(attributes)
 
 
 def build_parser() -> argparse.ArgumentParser:

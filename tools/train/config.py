@@ -163,14 +163,14 @@ def read_yaml(file: Path) -> dict[str, Any]:
         ConfigError: the file is missing, or does not hold keys and values.
     """
     try:
-        found = yaml.safe_load(file.read_text())
+        values = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"CONFIG {file} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"CONFIG {file} is not YAML: {error}") from error
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"CONFIG {file} must hold keys and values, got {type(found).__name__}")
-    return dict(found)
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"CONFIG {file} must hold keys and values, got {type(values).__name__}")
+    return dict(values)
 
 
 def build(values: Mapping[str, Any], overrides: Sequence[str] = (), **more: Any) -> Config:

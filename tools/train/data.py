@@ -81,13 +81,13 @@ class ClipFolder(ImageFolder):
     @staticmethod
     def make_dataset(directory: Any, class_to_idx: dict[str, int], *args: Any, **kwargs: Any) -> list[tuple[str, int]]:
         """Return (path, class) of every clip."""
-        found = []
+        samples = []
         for name, label in class_to_idx.items():
             clips = [path for path in sorted((Path(directory) / name).iterdir()) if is_clip(path)]
             if not clips:
                 raise FileNotFoundError(f"no video and no folder of pictures for the class {name}")
-            found += [(str(path), label) for path in clips]
-        return found
+            samples += [(str(path), label) for path in clips]
+        return samples
 
 
 class ClipTransform:

@@ -86,10 +86,10 @@ def read_state(file: Path) -> State:
         )
     try:
         content = torch.load(file, map_location="cpu", weights_only=True)
-        found = json.loads(content["settings"])
+        settings = json.loads(content["settings"])
         for key in ("config", "asked"):
-            found[key] = build(found[key])
-        return State(Settings(**found), content["epoch"], content["best"], content["rows"], content["parts"])
+            settings[key] = build(settings[key])
+        return State(Settings(**settings), content["epoch"], content["best"], content["rows"], content["parts"])
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(

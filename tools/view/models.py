@@ -23,7 +23,7 @@ from tools.pictures import open_picture
 
 from .clips import clip_rollouts, layout, mosaic, steps, watch_steps
 from .maps import Maps, ViewError, Watch, ours, watch_ours
-from .objects import Objects, found, watch_head
+from .objects import Objects, objects_of, watch_head
 from .patches import patches, rollouts, vision_transformers, watch_patches
 from .points import Points
 from .swin import is_swin, swins, watch_swin
@@ -341,7 +341,7 @@ def infer(model: Any, file: Path) -> tuple[Tensor, dict[str, Any], Objects | Non
         with refusing("the model does not accept the picture", AssertionError):  # from timm for a wrong size
             facts = inference_model(model, str(file)).metainfo
     x, classes = inputs[0][0], (getattr(model, "dataset_meta", None) or {}).get("classes") or ()
-    return x, facts, head and found(head, x.shape[-2:], facts["img_shape"][:2], classes), captured
+    return x, facts, head and objects_of(head, x.shape[-2:], facts["img_shape"][:2], classes), captured
 
 
 def has_objects(model: Any) -> bool:

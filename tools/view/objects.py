@@ -66,7 +66,7 @@ def watch_head(model: nn.Module) -> Iterator[dict[str, Any]]:
         handle.remove()
 
 
-def found(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], classes: Sequence[str]) -> Objects:
+def objects_of(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[int], classes: Sequence[str]) -> Objects:
     """Return what the queries found in the first picture of a batch, from the last layer of the decoder.
 
     Args:

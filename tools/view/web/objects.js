@@ -1,5 +1,5 @@
 // Object queries: boxes on the picture, and the attention of the chosen object.
-const [found, boxes, chosenText, objectSelect, attended] =
+const [objectsPlace, boxes, chosenText, objectSelect, attended] =
   ["found", "boxes", "chosen", "object", "attended"].map(element);
 const objects = data.objects, objectPanels = [];
 let chosenObject = 0;
@@ -77,13 +77,13 @@ function chooseObject(n) {
 }
 
 // The smallest box around the point, else the one whose centre is nearest.
-found.addEventListener("pointerdown", event => {
-  const frame = found.getBoundingClientRect();
+objectsPlace.addEventListener("pointerdown", event => {
+  const frame = objectsPlace.getBoundingClientRect();
   const x = (event.clientX - frame.left) / frame.width, y = (event.clientY - frame.top) / frame.height;
   const cost = objects.list.map(({ box: [left, top, right, bottom] }) =>
     left <= x && x <= right && top <= y && y <= bottom ? (right - left) * (bottom - top)
       : 2 + Math.hypot(x - (left + right) / 2, y - (top + bottom) / 2));
   chooseObject(cost.indexOf(Math.min(...cost)));
 });
-onArrows(found, ([y, x]) => chooseObject(chosenObject + y + x));
+onArrows(objectsPlace, ([y, x]) => chooseObject(chosenObject + y + x));
 objectSelect.addEventListener("change", () => chooseObject(Number(objectSelect.value)));

@@ -9,13 +9,13 @@ function decodePoints(held) {
 
 // The points of query number q: head, level, (x, y) relative to the picture, weight relative to the greatest.
 function pointsOf(layer, held, q) {
-  const levels = layer.shapes.length, count = layer.heads * levels * layer.samples, found = [];
+  const levels = layer.shapes.length, count = layer.heads * levels * layer.samples, points = [];
   for (let n = 0; n < count; n++) {
     const at = q * count + n, place = [0, 1].map(k => held.places[2 * at + k] / 65535 * (1 + 2 * layer.reach) - layer.reach);
-    found.push({ head: Math.floor(n / (levels * layer.samples)), level: Math.floor(n / layer.samples) % levels,
+    points.push({ head: Math.floor(n / (levels * layer.samples)), level: Math.floor(n / layer.samples) % levels,
       place, weight: held.weights[at] / 255 });
   }
-  return found.sort((a, b) => a.weight - b.weight);
+  return points.sort((a, b) => a.weight - b.weight);
 }
 
 // Draws the points over the picture, the least weight first; returns their number for the chosen head.
