@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from tools import files
+from tools import command_parser, files
 
 EPOCHS, UPDATES = re.compile(r"checkpoint(\d+)\.pt"), re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
@@ -71,8 +71,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.average_checkpoints", description=__doc__, formatter_class=layout)
+    parser = command_parser("average_checkpoints", __doc__)
     parser.add_argument("inputs", type=Path, nargs="+", metavar="CHECKPOINT_OR_FOLDER")
     parser.add_argument("--last", type=int, default=10, metavar="N", help="of a folder, default %(default)s")
     parser.add_argument("--updates", action="store_true", help="average checkpoints saved by updates, not by epochs")

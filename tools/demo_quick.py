@@ -10,10 +10,10 @@ on which a click or the arrow keys choose the pixel whose attention is shown.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
+from tools import command_parser
 from tools.datasets import image_folders
 from tools.train.__main__ import main as train
 from tools.view.__main__ import main as view
@@ -22,9 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.demo_quick", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("demo_quick", __doc__)
     parser.add_argument("--epochs", type=int, default=15, metavar="N", help="default %(default)s")
     parser.add_argument("--data", type=Path, default=ROOT / "data/digit_folders", metavar="DIR")
     parser.add_argument("--output", type=Path, default=ROOT / "work_dirs/demo-quick", metavar="DIR")

@@ -18,7 +18,6 @@ sacreBLEU is computed from lines D and T. It is comparable with other work if th
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools import need
+from tools import command_parser, need
 from tools.files import write_text
 
 LINE = re.compile(r"([THD])-(\d+)\t(.*)")
@@ -139,8 +138,7 @@ def read_lines(path: Path, count: int) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.score_compounds", description=__doc__, formatter_class=layout)
+    parser = command_parser("score_compounds", __doc__)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="output of fairseq-generate")
     parser.add_argument("--reference", type=Path, metavar="FILE", help="tokenised references (default: lines T)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")

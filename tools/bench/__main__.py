@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from tools import command_parser
 from tools.machine import machine
 
 from . import cases, load, report, results, worker
@@ -40,9 +41,7 @@ ON_CUDA = ("triton", "natten")
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     defaults = Settings()
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench", __doc__)
     names = f"any of {', '.join(cases.NAMES)} (default: all of these), {', '.join(cases.MORE)}"
     parser.add_argument("names", nargs="*", metavar="BENCHMARK", help=names)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -13,7 +13,6 @@ sets up the environment.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shlex
@@ -30,6 +29,7 @@ import torch
 
 from attn_plugins import ops
 from attn_plugins.ops.common import triton_launch, tuned
+from tools import command_parser
 from tools.files import write_text
 
 from . import worker
@@ -76,7 +76,7 @@ class Call:
             if result.get("over"):
                 print(f"{step['name']}: its time is over; the same call again resumes")
             else:
-                append(done, {"step": step["name"], "seconds": round(time.time() - begin), **result})
+                worker.append(done, {"step": step["name"], "seconds": round(time.time() - begin), **result})
             status |= bool(result.get("status") or result.get("over"))
         return status
 
@@ -133,11 +133,6 @@ class Call:
                 code = "import json, sys; from tools.bench.gpu import profile; profile(*json.loads(sys.argv[1]))"
                 status |= command([sys.executable, "-c", code, arguments], left / len(step["profile"]))["status"]
         return {"status": status}
-
-
-def append(file: Path, line: dict[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(line) + "\n")
 
 
 def command(words: list[str], seconds: float) -> dict[str, Any]:
@@ -204,7 +199,7 @@ def profile(title: str, room: str, pattern: str, device: str, record: str) -> No
     time_of = f"self_{'device' if device == 'cuda' else 'cpu'}_time_total"
     kernels = [(event.key, event.count / RUNS, getattr(event, time_of) / RUNS) for event in profiler.key_averages()]
     kernels = sorted((kernel for kernel in kernels if kernel[2]), key=lambda kernel: -kernel[2])
-    append(Path(record), {"workload": title, "row": case.name, "kernels": kernels})
+    worker.append(Path(record), {"workload": title, "row": case.name, "kernels": kernels})
     print(f"{title}: {sum(kernel[2] for kernel in kernels):.0f} µs")
     print(*(f"  {microseconds:8.1f} {kernel[:90]}" for kernel, _, microseconds in kernels), sep="\n", flush=True)
 
@@ -264,9 +259,7 @@ def check_launches(names: set[str]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench gpu", __doc__)
     numbers = list(variants.plan()["calls"])
     parser.add_argument("call", type=int, nargs="?", choices=numbers, help="1 to 4")
     parser.add_argument("--out", type=Path, default=worker.ROOT / "build/gpu", help="folder of results")

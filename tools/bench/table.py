@@ -8,7 +8,6 @@ A page holds ``<!-- benchmark NAME: begin -->`` and ``<!-- benchmark NAME: end -
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tools import command_parser
 from tools.files import write_text
 
 from . import report, results
@@ -262,9 +262,7 @@ def filled(text: str, folder: Path) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.bench table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("bench table", __doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
     parser.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")

@@ -62,6 +62,12 @@ def read(record: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def append(record: Path, line: Mapping[str, Any]) -> None:
+    """Append a line to a file."""
+    with record.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
 def crashes(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the contestants that ended a process, with the reasons, by row."""
     reasons: dict[str, dict[str, str]] = {}
@@ -95,10 +101,8 @@ def work(job: Job) -> None:
     torch.set_num_threads(job.threads)
 
     def write(**line: Any) -> None:
-        if job.share is not None:
-            return
-        with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        if job.share is None:
+            append(record, line)
 
     lines = read(record)
     done, crashed = {line["done"] for line in lines if "done" in line}, crashes(lines)
@@ -157,9 +161,7 @@ def main() -> None:
     stand_in_for_mmcv_ext()  # mmcv's Python code may be here without its binary
     job = Job(**json.loads(sys.argv[1]))
     if job.alone:
-        with Path(job.record).open("a", encoding="utf-8") as file:
-            package = str(Path(attn_plugins.__file__ or "").resolve().parent)
-            file.write(json.dumps({"package": package}) + "\n")
+        append(Path(job.record), {"package": str(Path(attn_plugins.__file__ or "").resolve().parent)})
     work(job)
 
 
@@ -206,8 +208,7 @@ def measured(job: Job, environment: Mapping[str, str] | None = None) -> list[dic
             done = {"done": row, "rows": [_error(row, f"{at}: {reason}")]}
         else:
             done = {"crash": row, "contestant": at, "reason": reason}
-        with record.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(done) + "\n")
+        append(record, done)
         print(f"{row}: {at} {reason}", flush=True)
     return read(record)
 

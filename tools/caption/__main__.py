@@ -16,9 +16,10 @@ pictures, and ``merge`` writes the same files as one process::
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
+
+from tools import command_parser
 
 COMMANDS = {
     "splits": "divide a captioned set into train, val and test",
@@ -32,11 +33,10 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code, 2 for bad input (ValueError)."""
     given = sys.argv[1:] if arguments is None else arguments
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m tools.caption", description=__doc__, formatter_class=layout)
+    parser = command_parser("caption", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
-        command = commands.add_parser(name, help=text, formatter_class=layout)
+        command = commands.add_parser(name, help=text, formatter_class=parser.formatter_class)
         if name in given[:1]:  # import only what this command needs
             module = importlib.import_module(f"tools.caption.{name}")
             command.description = module.__doc__

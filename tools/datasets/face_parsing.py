@@ -42,9 +42,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools import need
+from tools import command_parser, need
 from tools.datasets.face_alignment import SIZE, Alignment, Request
-from tools.datasets.recipes import Show, build_parser, check_free, new_folder, show_progress
+from tools.datasets.recipes import Show, check_free, new_folder, show_progress
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture
@@ -270,7 +270,7 @@ def build(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = build_parser("face_parsing", __doc__)
+    parser = command_parser("datasets.face_parsing", __doc__)
     parser.add_argument("set", choices=tuple(LAYOUTS))
     parser.add_argument("source", type=Path, help="folder of the published files")
     parser.add_argument("output", type=Path, help="output folder")

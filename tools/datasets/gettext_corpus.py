@@ -41,9 +41,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools import need
+from tools import command_parser, need
 from tools.datasets.gettext_catalogues import Package, canonical, entries, installed, named
-from tools.datasets.recipes import BaseRecipe, add_options, build_parser, check_free, new_folder, option
+from tools.datasets.recipes import BaseRecipe, add_options, check_free, new_folder, option
 
 PARTS = ("train", "valid", "test")
 PACKAGES = ("Django==5.2.19", "pretix==2026.8.0", "Sphinx==9.0.4", "wagtail==8.0.1", "Weblate==5.14.3")
@@ -274,7 +274,7 @@ def find(sources: list[Path], language: str) -> list[Package]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = build_parser("gettext_corpus", __doc__)
+    parser = command_parser("datasets.gettext_corpus", __doc__)
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument(
         "sources", type=Path, nargs="*", metavar="SOURCE", help="wheel, archive or folder; default: installed packages"

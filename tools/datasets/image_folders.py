@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tools import need
+from tools import command_parser, need
 from tools.datasets.digits_on_photographs import CLASSES, PHOTOGRAPHS, digit_samples, parted, photographs
-from tools.datasets.recipes import build_parser, new_folder
+from tools.datasets.recipes import new_folder
 
 PLACED = 128  # pixels of a side
 ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
@@ -84,7 +84,7 @@ def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = build_parser("image_folders", __doc__)
+    parser = command_parser("datasets.image_folders", __doc__)
     parser.add_argument("set", choices=("digits", "crops", "upright", "deformed"))
     parser.add_argument("output", type=Path, metavar="DIR")
     parser.add_argument("--train", type=int, default=200, help="training crops of each photograph")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tools import need
+from tools import command_parser, need
 
 Show = Callable[[str], None]  # prints progress
 
@@ -38,12 +38,6 @@ def option(default: Any, text: str, least: int | None = None, **more: Any) -> An
     shown = text if default is None else f"{text}, default %(default)s"
     given = {"default": default, "type": type(default), "help": shown, **more}
     return field(default=default, metadata=dict(least=least, argparse=given))
-
-
-def build_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser without arguments for ``python -m tools.datasets.NAME``."""
-    layout = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(f"python -m tools.datasets.{name}", description=description, formatter_class=layout)
 
 
 def add_options(parser: argparse.ArgumentParser, recipe: type[BaseRecipe]) -> None:
@@ -121,7 +115,7 @@ def command(
 
     ``content`` describes the set by a format with the recipe's fields.
     """
-    parser = build_parser(name, description)
+    parser = command_parser(f"datasets.{name}", description)
     parser.add_argument("folder", type=Path, help="output folder")
     add_options(parser, recipe)
     options = vars(parser.parse_args(arguments))

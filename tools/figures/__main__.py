@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools import command_parser
 from tools.files import write_text
 
 from . import aaconv, empirical, local_bilateral, tradeoff
@@ -43,9 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         from . import space_time
 
         return space_time.main(arguments[1:])
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.figures", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("figures", __doc__)
     parser.add_argument("papers", nargs="*", metavar="PAPER", help=f"any of {', '.join(PAPERS)}; default: all")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there as well")
     parser.add_argument(

@@ -10,7 +10,6 @@ times that `python -m tools.bench space_time` stored, or the committed ones.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attn_plugins.timm  # noqa: F401 - registers the models
 from attn_plugins.modules.tokens.space_time_attention import STEPS
+from tools import command_parser
 from tools.bench import report, results
 from tools.bench.cases import space_time as cases
 from tools.files import write_text
@@ -183,11 +183,7 @@ def _draw(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.figures space_time",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("figures space_time", __doc__)
     parser.add_argument("--model", default=MODEL, metavar="NAME", help=f"a TimeSformer of timm's registry; {MODEL}")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=PATTERNS, metavar="PATTERN", help="all")
     parser.add_argument("--frames", nargs="+", type=int, default=FRAMES, metavar="T", help=f"{FRAMES}")

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 
 import torch
 
+from tools import command_parser
+
 from . import workers
 from .operators import NAMES, describe, judge
 
@@ -53,9 +55,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("fuzz", __doc__)
     parser.add_argument("operators", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(NAMES)}; default: all")
     parser.add_argument("--calls", type=int, default=10_000, help="calls of each operator")
     parser.add_argument("--seed", type=int, default=0, help="seed of the run, which determines its calls")

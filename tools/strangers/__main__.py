@@ -13,7 +13,6 @@ passes without us and that ``KNOWN`` does not explain.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
+from tools import command_parser
 from tools.files import write_text
 from tools.machine import machine
 
@@ -67,9 +67,7 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites whose sources are given, print the table and write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.strangers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("strangers", __doc__)
     projects = tuple(dict.fromkeys(suite.project for suite in SUITES))
     for project in projects:
         parser.add_argument(f"--{project}", type=Path, metavar="PATH", help=f"a checkout or sources of {project}")

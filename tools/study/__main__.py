@@ -25,6 +25,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from tools import command_parser
 from tools.study import findings
 from tools.study.commands import ROOT, StudyError
 from tools.study.runner import carry_out, recorded, toolkit_of
@@ -40,9 +41,7 @@ CAPTIONING = {
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, Study]:
     """Parse the options; return them and the study with the user's settings."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.study", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("study", __doc__)
     parser.add_argument("name", choices=NAMES, metavar="NAME", help=", ".join([*NAMES, "findings"]))
     parser.add_argument("output", type=Path, nargs="?", metavar="OUT", help="default: work_dirs/studies/NAME")
     parser.add_argument(

@@ -7,24 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.files import write
+from tools.plots import figure
 from tools.study.settings import Study
-from tools.study.table import VALUES, Row
+from tools.study.table import VALUES, Row, grouped
 
 COLOURS = ("#b3462c", "#2b6ca3", "#3c8c5a", "#8a5fa8", "#a3792b", "#5b6770")
 
 
-def grouped(results: Sequence[Row], key: str) -> dict[str, list[Row]]:
-    """Group results by one of their values, in order of first appearance."""
-    groups: dict[str, list[Row]] = {}
-    for row in results:
-        groups.setdefault(row.get(key, ""), []).append(row)
-    return groups
-
-
 def plot(panel: Any, results: Sequence[Row], name: str, unit: Any = None) -> None:
     """Draw the settings of a panel over epochs, or over ``unit``, the cost of an epoch."""
-    for colour, (setting, rows) in zip(COLOURS * len(results), grouped(results, "setting").items()):
+    for colour, (setting, rows) in zip(COLOURS * len(results), grouped(results, lambda row: row["setting"]).items()):
         columns = list(zip(*(row[name] for row in rows)))
         mean = [statistics.fmean(column) for column in columns]
         half = [statistics.stdev(column) if len(column) > 1 else 0.0 for column in columns]
@@ -41,21 +33,11 @@ def draw(study: Study, results: Sequence[Row], out: Path) -> None:
 
     The panels of a row are by the key ``panels`` of the results, or over epochs and over CPU minutes.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    curve = study.data["curve"]
-    parts: dict[str, list[Row]] = {}
-    for row in results:
-        parts.setdefault(study.part_of(row), []).append(row)
-    families = list(grouped(results, curve["panels"])) if "panels" in curve else [None, None]
-    with plt.rc_context({"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}):
-        size = (3.6 * len(families), 2.75 * len(parts))
-        figure, axes = plt.subplots(
-            len(parts), len(families), squeeze=False, sharey="row", dpi=120, figsize=size, layout="constrained"
-        )
+    curve, parts = study.data["curve"], grouped(results, study.part_of)
+    families = list(grouped(results, lambda row: row[curve["panels"]])) if "panels" in curve else [None, None]
+    style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False}
+    size = (3.6 * len(families), 2.75 * len(parts))
+    with figure(out, len(parts), len(families), style, {}, sharey="row", dpi=120, figsize=size) as (_, axes):
         for panels, (part, rows) in zip(axes, parts.items()):
             panels[0].set(ylabel=curve["label"])
             for number, (panel, family) in enumerate(zip(panels, families)):
@@ -68,5 +50,3 @@ def draw(study: Study, results: Sequence[Row], out: Path) -> None:
                 panel.set(title=title, xlabel="CPU minutes" if minutes else "epochs", xlim=(0, None))
                 if chosen and not minutes:
                     panel.legend(frameon=False)
-        write(out, lambda partial: figure.savefig(partial, format="png"))
-        plt.close(figure)

@@ -16,7 +16,6 @@ machine. Each training runs on one CPU thread. In the background: ``nohup nice p
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import shlex
@@ -31,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from tools import command_parser
 from tools.files import write_text
 from tools.study.commands import ROOT, StudyError, run
 from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Outcome, Sample, outcome
@@ -264,9 +264,7 @@ def carry_out_all(names: Sequence[str], jobs: int, root: Path = ROOT) -> list[st
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.study findings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("study findings", __doc__)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="list the studies and stop")
     what.add_argument("--write", action="store_true", help="write the page and stop")

@@ -26,6 +26,14 @@ VALUES: dict[str, Callable[[Row], float]] = {
 }
 
 
+def grouped(results: Sequence[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    """Group results by a key, in order of first appearance."""
+    groups: dict[Any, list[Row]] = {}
+    for row in results:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
 def value(row: Row, name: str) -> Any:
     """Return a value of a result, or None if it has none."""
     if name in VALUES:
@@ -124,9 +132,7 @@ def cell(study: Study, rows: Sequence[Row], kind: str, *column: Any) -> str:
 
 def table(study: Study, results: Sequence[Row]) -> list[str]:
     """Return a table: a row for each setting, in order of first appearance, without columns that have no value."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in results:
-        groups.setdefault((study.part_of(row), row["setting"]), []).append(row)
+    groups = grouped(results, lambda row: (study.part_of(row), row["setting"]))
     columns = study.data["columns"]
     cells = [[cell(study, rows, *column[1:]) for column in columns] for rows in groups.values()]
     shown = [n for n, column in enumerate(columns) if column[1] in TEXTS or any(line[n] for line in cells)]
@@ -151,10 +157,8 @@ def markdown(study: Study, results: Sequence[Row], facts: dict[str, str], made: 
     """Return the page of a study: machine, notes, and a table for each part with a heading, or one for all."""
     blocks = [[f"# {study.data['title']}"], [", ".join(f"{k} {v}" for k, v in facts.items())]]
     blocks += notes(results, made or {})
-    sections: dict[str, list[Row]] = {}
-    for row in results:
-        part = study.part_of(row)
-        sections.setdefault(part if "heading" in study.parts.get(part, {}) else "", []).append(row)
+    headed = [part for part, content in study.parts.items() if "heading" in content]
+    sections = grouped(results, lambda row: part if (part := study.part_of(row)) in headed else "")
     for part, rows in sections.items():
         content = {**study.data, **study.parts.get(part, {})}
         blocks.append([f"## {content['heading']}"] if "heading" in content else [])

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from tools import need
+from tools import command_parser, need
 from tools.pictures import BadPicture
 from tools.train import broken, checkpoint
 from tools.train.config import Config, ConfigError, build, read_yaml
@@ -208,8 +208,7 @@ def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.train", description=__doc__, formatter_class=layout)
+    parser = command_parser("train", __doc__)
     option = parser.add_argument
     option("config", nargs="?", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm")
     option("--data", type=Path, required=True, metavar="DIR", help="folder with train/ and val/")

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from tools import files
+from tools import command_parser, files
 from tools.caption.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
 from tools.caption.backbones import BadBackbone, TimmBackbone, make_backbone
 from tools.caption.noisy_or import noisy_or, noisy_or_loss
@@ -238,8 +238,7 @@ def predict(options: argparse.Namespace, data: Data, device: torch.device) -> in
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m tools.train attributes", description=__doc__, formatter_class=layout)
+    parser = command_parser("train attributes", __doc__)
     option = parser.add_argument
     option("data", type=Path, metavar="DATA")
     option("out", type=Path, metavar="OUT")

@@ -59,6 +59,7 @@ from typing import Any
 import matplotlib  # noqa: F401 - fail here, before a model is built and run
 import yaml
 
+from tools import command_parser
 from tools.pictures import BadPicture, open_picture
 from tools.view import figures
 from tools.view.clips import steps
@@ -333,9 +334,7 @@ def show_sentence(options: argparse.Namespace) -> list[Path]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.view", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("view", __doc__)
     for flag, words, more in OPTIONS:
         parser.add_argument(flag, help=words, **more)
     group = parser.add_argument_group("sentences, with a fairseq checkpoint")
