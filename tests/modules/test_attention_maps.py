@@ -59,6 +59,7 @@ NAMES: dict[str, list[str]] = {
     "CrissCrossAttention2d": ["content"],
     "CrissCrossAttention2d, relative": ["content", "position"],
     "CrissCrossAttention2d, resized": ["content", "position"],
+    "DynamicConv2d": ["position"],
     "GeneralizedAttention2d": list(TERMS),
     "GeneralizedAttention2d, 0010": ["saliency"],
     "GeneralizedAttention2d, 0110": ["content_position", "saliency"],
@@ -79,7 +80,7 @@ NAMES: dict[str, list[str]] = {
 # The values that the weights multiply, (B, C, *keys), and the output from their sum, by class.
 IN_STEPS = (lambda layer, x: layer.v_proj(x).mT, lambda layer, x, y: layer.out_proj(y.mT))
 CONVOLVED = (
-    lambda layer, x: F.glu(layer.input(x.mT), -1).mT if x.dim() == 3 else _channels_second(layer._terms(x)[0]),
+    lambda layer, x: F.glu(layer.input(x.mT), -1).mT if x.dim() == 3 else _channels_second(layer._attention(x).value),
     lambda layer, x, y: layer.output(y.mT).mT if x.dim() == 3 else x + layer.gamma * layer.output(y),
 )
 CRISS_CROSS = (lambda layer, x: layer.value_conv(x), lambda layer, x, y: x + layer.gamma.scale * y)
@@ -95,7 +96,7 @@ OUTPUTS: dict[str, tuple[Any, Any]] = {
     "DynamicConv1d": CONVOLVED,
     "DynamicConv2d": CONVOLVED,
     "LocalBilateralConv2d": (
-        lambda layer, x: _channels_second(layer._terms(x)[2]), lambda layer, x, y: layer.output(y)
+        lambda layer, x: _channels_second(layer._attention(x).value), lambda layer, x, y: layer.output(y)
     ),
     "MultiheadAttention": IN_STEPS,
     "MultiheadSpatialAttention": IN_STEPS,
@@ -155,7 +156,8 @@ def test_weights_make_the_output_and_logits_the_weights(name):
         logits = layer.attention_logits(*args, **kwargs)
         assert list(logits) == names
         assert {part.shape for part in logits.values()} == {maps.shape}
-        torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
+        shown = maps / totals[(..., *[None] * len(places))] if name.startswith("DynamicConv") else maps  # taps outside
+        torch.testing.assert_close(softmax_over_keys(sum(logits.values())), shown)
         assert all(not (maps[part == -torch.inf] > 0).any() for part in logits.values())
         for part, whole in zip(layer.attention_logits(*args, **kwargs, queries=asked).values(), logits.values()):
             index = torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
