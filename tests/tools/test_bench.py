@@ -89,7 +89,7 @@ def test_calls_take_turns():
     runs = {name: Contestant(lambda name=name: order.append(name), "cpu", calls=2) for name in ("ours", "a")}
     times = race(runs, "cpu", Settings(seconds=60, rounds=3, min_rounds=1))
     assert order == ["ours", "ours", "a", "a"] * 3
-    assert [len(each) for each in times.values()] == [3, 3]
+    assert [len(values) for values in times.values()] == [3, 3]
     assert len(race(runs, "cpu", Settings(seconds=0, rounds=40, min_rounds=4))["a"]) == 4
 
 
@@ -221,12 +221,12 @@ def test_others_that_end_are_waited_for():
 def test_rows_have_names_of_their_own(device):
     """Rows of a GPU are listed without one."""
     for name in (*cases.NAMES, "modules"):
-        found = cases.cases(name, device)
-        names = [case.name for case in found]
+        rows = cases.cases(name, device)
+        names = [case.name for case in rows]
         assert len(names) == len(set(names)) > 1
         if device == "cuda" and name != "calls":
-            assert any(case.main for case in found)
-            assert found[0].kind in ("bfloat16", "autocast to bfloat16")
+            assert any(case.main for case in rows)
+            assert rows[0].kind in ("bfloat16", "autocast to bfloat16")
 
 
 def test_every_operator_and_module_has_a_row():

@@ -15,10 +15,10 @@ def made_up(folder):
     """Write a file for every benchmark with a row for every entry of the table."""
     files: dict[str, list] = {"calls-cpu": []}
     for entry in (*table.OPERATORS, *table.MODELS):
-        for number, each in enumerate(entry.passes):
-            found = dict(memory=2**20, results=2**18, resident=2**19)
-            peers = {"slow": summarize([0.09]) | found, "fast": summarize([0.04]) | found, "gone": {"error": "x"}}
-            row = dict(case=f"{entry.case}, {each}", ours=summarize([0.01 * (1 + number)]) | found, peers=peers)
+        for number, pass_name in enumerate(entry.passes):
+            facts = dict(memory=2**20, results=2**18, resident=2**19)
+            peers = {"slow": summarize([0.09]) | facts, "fast": summarize([0.04]) | facts, "gone": {"error": "x"}}
+            row = dict(case=f"{entry.case}, {pass_name}", ours=summarize([0.01 * (1 + number)]) | facts, peers=peers)
             row |= dict(better_peer="fast", ratio=4.0 / (1 + number), memory_ratio=0.25, noisy=False, loaded=False)
             row |= dict(buffer=dict(name="column buffer", size=2**20))
             files.setdefault(entry.file, []).append(row)
@@ -55,14 +55,14 @@ def test_all_rows_are_there(tmp_path):
 
 def made_up_gpu(folder, how="graph"):
     """Write a file of the GPU's rows."""
-    found = {"memory": 2**20, "how": how}
+    facts = {"memory": 2**20, "how": how}
     rows = [dict(room="modules", case="Lost, float32, forward", error="took too long")]
     for name in table.GPU_SHORT.values():
         room, case = name.split(": ", 1)
-        for number, each in enumerate(("forward", "forward+backward")):
-            peers = {"slow": summarize([9e-3]) | found, "fast": summarize([(2 - number * 1.1) * 1e-3]) | found}
-            ours, memory = summarize([1e-3]) | found, dict(memory=2**21)
-            row = compared(f"{case}, {each}", ours, {**peers, "fast": peers["fast"] | memory})
+        for number, pass_name in enumerate(("forward", "forward+backward")):
+            peers = {"slow": summarize([9e-3]) | facts, "fast": summarize([(2 - number * 1.1) * 1e-3]) | facts}
+            ours, memory = summarize([1e-3]) | facts, dict(memory=2**21)
+            row = compared(f"{case}, {pass_name}", ours, {**peers, "fast": peers["fast"] | memory})
             rows.append(row | dict(room=room, loaded=False))
     machine = dict(gpu="Made Up", torch="2.11.0", cuda="13.0", triton="3.6.0", date="2030-01-02")
     (folder / f"{table.GPU}.json").write_text(results.dump(dict(format=2, machine=machine, rows=rows)))
@@ -131,7 +131,7 @@ def test_only_what_is_between_the_markers_is_written(tmp_path):
 def test_every_row_of_the_table_is_measured():
     measured = {name: {case.name for case in cases.cases(name, "cpu")} for name in cases.NAMES}
     for entry in (*table.OPERATORS, table.COLUMN_BUFFER):
-        for each in entry.passes:
-            assert f"{entry.case}, {each}" in measured[entry.file.removesuffix("-cpu")]
+        for pass_name in entry.passes:
+            assert f"{entry.case}, {pass_name}" in measured[entry.file.removesuffix("-cpu")]
     titles = {f"{model.title}, {model.size[0]}x{model.size[1]}" for model in MODELS}
     assert {entry.case for entry in table.MODELS} == titles

@@ -73,13 +73,13 @@ def test_search(words, wanted, address, page):
         box.focus(); box.value = '{words}'; box.dispatchEvent(new Event('input', {{bubbles: true}}));
         box.dispatchEvent(new Event('keyup', {{bubbles: true}}));
     }})()""")
-    found: list[str] = []
+    links: list[str] = []
     for _ in range(100):
-        found = page.run("[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
-        if found:
+        links = page.run("[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)")
+        if links:
             break
         time.sleep(0.1)
-    assert any(wanted in link for link in found), found
+    assert any(wanted in link for link in links), links
 
 
 def test_every_public_name_is_on_the_site():

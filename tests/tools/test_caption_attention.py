@@ -36,7 +36,7 @@ def test_weights_are_the_softmax_of_the_queries_with_the_keys(fusion, captioned)
     [model] = captioner.models
     regions = captioner.extractor(open_picture(captioned / "images/000008.jpg"))
     net_input = captioner._sample(regions, [("zero", 0.9), ("two", 0.8)], [5, 6, 7])["net_input"]
-    found = word_attention(model, net_input)
+    recorded = word_attention(model, net_input)
     calls: dict[str, tuple] = {}
     for name, module in model.decoder.named_modules():
         if isinstance(module, MultiheadAttention):
@@ -58,26 +58,26 @@ def test_weights_are_the_softmax_of_the_queries_with_the_keys(fusion, captioned)
                 for head in range(4):
                     expected = (q[:, head] @ k[:, head].T / math.sqrt(16)).softmax(1)
                     # The row of the preceding word predicts a word; later words have no effect.
-                    torch.testing.assert_close(found.weights[name][layer, head, :2], expected[:2])
-    for name, weights in found.weights.items():
+                    torch.testing.assert_close(recorded.weights[name][layer, head, :2], expected[:2])
+    for name, weights in recorded.weights.items():
         assert weights.shape == (2, 4, 3, 9 if name.startswith("regions") else 2)
         torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 3))
     if fusion == "entangled":
         for layer in range(2):
-            torch.testing.assert_close(found.visual_share[layer, :2], shares[layer][0].mean(1)[:2])
+            torch.testing.assert_close(recorded.visual_share[layer, :2], shares[layer][0].mean(1)[:2])
     else:
-        assert found.visual_share is None
+        assert recorded.visual_share is None
 
 
 def test_rows_of_attention_are_of_the_words_beside_them(captioner, captioned):
-    found = captioner(open_picture(captioned / "images/000006.jpg"))
-    tokens = [captioner.task.dictionary.index(word) for word in found.words]
-    net_input = captioner._sample(found.regions, found.attributes, tokens)["net_input"]
+    answer = captioner(open_picture(captioned / "images/000006.jpg"))
+    tokens = [captioner.task.dictionary.index(word) for word in answer.words]
+    net_input = captioner._sample(answer.regions, answer.attributes, tokens)["net_input"]
     with torch.no_grad():
         logits = captioner.models[0](**net_input)[0][0]
     expected = logits.log_softmax(1)[range(len(tokens)), tokens]
-    np.testing.assert_allclose(found.log_probabilities, expected, atol=1e-4)
-    [attention] = found.attention
+    np.testing.assert_allclose(answer.log_probabilities, expected, atol=1e-4)
+    [attention] = answer.attention
     assert attention.weights["regions"].shape[2] == len(tokens) == len(expected)
 
 
@@ -90,14 +90,14 @@ def test_where_a_captioner_without_blocks_looked(name, captioned):
     regions = captioner.extractor(open_picture(captioned / "images/000007.jpg"))
     tokens = [5, 6, 7, 8]
     net_input = captioner._sample(regions, [("zero", 0.9), ("two", 0.8)], tokens)["net_input"]
-    found = word_attention(model, net_input)
-    assert found.visual_share is None
-    assert set(found.weights) == CAPTIONERS[name]
+    recorded = word_attention(model, net_input)
+    assert recorded.visual_share is None
+    assert set(recorded.weights) == CAPTIONERS[name]
     previous = net_input.pop("prev_output_tokens")
     memory, state = model.encoder(**net_input), {}
     for t in range(len(tokens)):
         told = model.decoder(previous[:, : t + 1], memory, state)[1]["weights"]
-        for key, weights in found.weights.items():
+        for key, weights in recorded.weights.items():
             assert weights.shape[:3] == (3 if name == "conv_captioner" else 1, 1, len(tokens))
             torch.testing.assert_close(weights[:, :, t], told[key][:, :, 0], rtol=1e-3, atol=1e-4)
     with pytest.raises(ValueError, match="model must be a captioner, got Linear"):
@@ -123,14 +123,14 @@ def test_models_together_show_their_mean(captioner, captioned):
     folder = captioned.parent
     paths = [folder / f"{name}.pt" for name in ("entangled", "other", "visual")]
     picture = open_picture(captioned / "images/000006.jpg")
-    found = Captioner(paths, detector=captioner.detector, max_len=6)(picture)
-    shown = summary(found.attention)
-    last = [attention.weights["regions"][-1].mean(0) for attention in found.attention]
-    assert [len(attention.weights["regions"]) for attention in found.attention] == [2, 3, 2]
+    answer = Captioner(paths, detector=captioner.detector, max_len=6)(picture)
+    shown = summary(answer.attention)
+    last = [attention.weights["regions"][-1].mean(0) for attention in answer.attention]
+    assert [len(attention.weights["regions"]) for attention in answer.attention] == [2, 3, 2]
     torch.testing.assert_close(shown["regions"], (last[0] + last[1] + last[2]) / 3)
-    gates = [attention.visual_share[-1] for attention in found.attention[:2]]
+    gates = [attention.visual_share[-1] for attention in answer.attention[:2]]
     torch.testing.assert_close(shown["visual_share"], (gates[0] + gates[1]) / 2)
-    of_all = summary(found.attention[:1], 0)["attributes"]
-    torch.testing.assert_close(of_all, found.attention[0].weights["attributes"].mean((0, 1)))
+    of_all = summary(answer.attention[:1], 0)["attributes"]
+    torch.testing.assert_close(of_all, answer.attention[0].weights["attributes"].mean((0, 1)))
     with pytest.raises(ValueError, match="--layer must be from 1 to 2, the model's blocks, or all, got 3"):
-        summary(found.attention, 3)
+        summary(answer.attention, 3)

@@ -103,10 +103,10 @@ def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, tmp_p
     assert not np.array_equal(features.regions(1)["features"], features.regions(2)["features"])
     extractor = RecordedExtractor(features)
     for image_id in (1, 3):
-        found = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
+        computed = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
         for name, array in features.regions(image_id).items():
-            assert found[name].dtype == array.dtype
-            np.testing.assert_array_equal(found[name], array)
+            assert computed[name].dtype == array.dtype
+            np.testing.assert_array_equal(computed[name], array)
 
 
 def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_name(scenes, tmp_path):
@@ -117,13 +117,13 @@ def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_nam
     picture = open_picture(scenes / "images/000001.jpg")
     with torch.no_grad():
         pooled = functional.adaptive_avg_pool2d(backbone(backbone.prepare(picture)[None]), 3)[0]
-    found = RegionFeatures(out).regions(1)
+    stored = RegionFeatures(out).regions(1)
     for row in range(3):
         for column in range(3):
             cell = 3 * row + column
-            np.testing.assert_allclose(found["features"][cell], pooled[:, row, column], atol=1e-5)
+            np.testing.assert_allclose(stored["features"][cell], pooled[:, row, column], atol=1e-5)
             box = np.array([column, row, column + 1, row + 1]) / 3
-            np.testing.assert_allclose(found["boxes"][cell], box, atol=1e-6)
+            np.testing.assert_allclose(stored["boxes"][cell], box, atol=1e-6)
 
 
 def test_a_trained_classifiers_weights_are_taken(scenes, tmp_path):
@@ -135,8 +135,8 @@ def test_a_trained_classifiers_weights_are_taken(scenes, tmp_path):
     prepared = TimmBackbone("test_resnet", (64, 64)).prepare(open_picture(scenes / "images/000002.jpg"))
     with torch.no_grad():
         expected = model.eval().forward_features(prepared[None]).mean((2, 3))
-    found = RegionFeatures(tmp_path / "regions.npz").regions(2)["features"]
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    stored = RegionFeatures(tmp_path / "regions.npz").regions(2)["features"]
+    np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_convnext", "swin_tiny_patch4_window7_224"])
@@ -157,7 +157,7 @@ def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes,
     extractor = MmdetRegions(cascade if kind == "cascade" else CONFIG, Selection(maximum=15))
     pictures = [open_picture(scenes / f"images/00000{n}.jpg") for n in (1, 3)]
     prepared = [extractor.prepare(picture) for picture in pictures]
-    found = extractor(prepared)
+    extracted = extractor(prepared)
     head = extractor.model.roi_head
     box_head = head.bbox_head[-1] if kind == "cascade" else head.bbox_head
     with torch.no_grad():
@@ -165,13 +165,13 @@ def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes,
         maps = extractor.model.extract_feat(data["inputs"])
         sizes = [sample.img_shape for sample in data["data_samples"]]
         assert sizes == [(128, 128), (80, 128)]
-        boxes = [torch.tensor(f["boxes"]) * torch.tensor([w, h, w, h]) for f, (h, w) in zip(found, sizes)]
+        boxes = [torch.tensor(f["boxes"]) * torch.tensor([w, h, w, h]) for f, (h, w) in zip(extracted, sizes)]
         stage = (2,) if kind == "cascade" else ()
         result = head._bbox_forward(*stage, maps, bbox2roi([b.float() for b in boxes]))
-        features = torch.cat([torch.from_numpy(f["features"]) for f in found])
+        features = torch.cat([torch.from_numpy(f["features"]) for f in extracted])
         torch.testing.assert_close(box_head.fc_cls(features), result["cls_score"], atol=1e-4, rtol=1e-4)
     extractor.feature = "map"
-    for own, map_features in zip(found, extractor(prepared)):
+    for own, map_features in zip(extracted, extractor(prepared)):
         np.testing.assert_array_equal(own["boxes"], map_features["boxes"])
         assert map_features["features"].shape == (len(own["boxes"]), dict(faster=64, cascade=16)[kind])
 
@@ -246,10 +246,10 @@ def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
         RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
     recipe = {**RegionFeatures(out).recipe, "tool": "tools.captioning.extract_regions"}  # of an older file
     write_region_features(tmp_path / "old.npz", [(1, RegionFeatures(out).regions(1))], recipe=recipe)
-    found = RecordedExtractor(RegionFeatures(tmp_path / "old.npz"), checkpoint=tmp_path / "y.pth")
+    recorded = RecordedExtractor(RegionFeatures(tmp_path / "old.npz"), checkpoint=tmp_path / "y.pth")
     picture = open_picture(scenes / "images/000001.jpg")
     expected = RegionFeatures(out).regions(1)["features"].astype(np.float32)
-    np.testing.assert_allclose(found(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
+    np.testing.assert_allclose(recorded(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_recipes_that_are_none(tmp_path):
@@ -340,8 +340,8 @@ def test_selection_is_that_of_plain_loops(minimum, maximum, threshold):
             kept.append(i)
     number = np.clip(sum(scores[i].max() >= threshold for i in kept), minimum, maximum)
     expected = sorted((kept + [i for i in order if i not in kept])[:number], key=lambda i: -scores[i].max())
-    found, confidence = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
-    np.testing.assert_allclose(found, own[expected], rtol=1e-6)
+    chosen, confidence = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
+    np.testing.assert_allclose(chosen, own[expected], rtol=1e-6)
     np.testing.assert_allclose(confidence, scores.max(1)[expected], rtol=1e-6)
 
 

@@ -21,8 +21,8 @@ def cells(rows: int, columns: int) -> np.ndarray:
 def test_the_brightest_cell_is_the_strongest_region(size, rows, columns):
     draw = np.random.default_rng(0)
     boxes = draw.permutation(cells(rows, columns))
-    order, found = grid_of(boxes)
-    assert found == (rows, columns)
+    order, grid = grid_of(boxes)
+    assert grid == (rows, columns)
     weights = draw.permutation(np.arange(1, len(boxes) + 1)) / 1e3
     lit = np.asarray(attended(Image.new("RGB", size, "grey"), boxes, weights), float).sum(2)
     W, H = size

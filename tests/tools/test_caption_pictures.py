@@ -38,11 +38,11 @@ def test_the_caption_is_that_of_fairseq_generate(path, captioned, tmp_path, caps
     options += ["--max-len-b=6", "--cpu", "--num-workers=0", "--max-attributes=4", "--batch-size=1"]
     fairseq("generate", captioned, *options, "--results-json", tmp_path / "expected.json")
     expected = {f"{row['image_id']:06}": row["caption"] for row in read(tmp_path / "expected.json")}
-    found = read(tmp_path / "captions.json")
-    assert {row["image_id"]: row["caption"] for row in found} == expected
+    rows = read(tmp_path / "captions.json")
+    assert {row["image_id"]: row["caption"] for row in rows} == expected
     assert list(expected) == names
     assert len(set(expected.values())) > 1
-    for row in found:
+    for row in rows:
         assert row["file_name"] == str(captioned / f"images/{row['image_id']}.jpg")
         assert f"{row['file_name']}: {row['caption']}\n" in printed
         numbers = read(tmp_path / f"{row['image_id']}.json")

@@ -57,22 +57,22 @@ def test_every_score_with_java(score, tmp_path, capfd):
     if shutil.which("java") is None:
         pytest.skip("no java on the PATH: METEOR and the PTB tokeniser cannot run")
     assert score() == 0
-    shown, found = capfd.readouterr().out, report(tmp_path)
-    assert found["images"] == 4
-    assert found["tokenizer"] == "PTBTokenizer"
+    shown, scored = capfd.readouterr().out, report(tmp_path)
+    assert scored["images"] == 4
+    assert scored["tokenizer"] == "PTBTokenizer"
     names = ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "METEOR", "ROUGE-L", "CIDEr-D"]
-    assert list(found["scores"])[:7] == names
+    assert list(scored["scores"])[:7] == names
     # 4 + 5 + 5 + 7 words ("man's" counts as two), 18 of which are in a reference; the closest lengths are 5 + 6 + 4 + 7
-    assert found["scores"]["BLEU-1"] == pytest.approx(18 / 21 * math.exp(1 - 22 / 21), abs=1e-6)
+    assert scored["scores"]["BLEU-1"] == pytest.approx(18 / 21 * math.exp(1 - 22 / 21), abs=1e-6)
     for name in names:
-        assert 0 < found["scores"][name] < (10 if name == "CIDEr-D" else 1)
-        assert f"{name:8s} {100 * found['scores'][name]:6.1f}" in shown
+        assert 0 < scored["scores"][name] < (10 if name == "CIDEr-D" else 1)
+        assert f"{name:8s} {100 * scored['scores'][name]:6.1f}" in shown
     # SPICE needs models that the package lacks: it is computed, or skipped with how to get them
-    if "SPICE" in found["left_out"]:
-        assert "stanford-corenlp-3.6.0" in found["left_out"]["SPICE"]
-        assert f"SPICE    left out: {found['left_out']['SPICE']}" in shown
+    if "SPICE" in scored["left_out"]:
+        assert "stanford-corenlp-3.6.0" in scored["left_out"]["SPICE"]
+        assert f"SPICE    left out: {scored['left_out']['SPICE']}" in shown
     else:
-        assert 0 < found["scores"]["SPICE"] < 1
+        assert 0 < scored["scores"]["SPICE"] < 1
 
 
 def test_without_java_the_rest_is_scored(score, tmp_path, monkeypatch, capsys):
@@ -102,12 +102,12 @@ def test_a_java_that_fails_neither_hangs_nor_loses_the_rest(monkeypatch, tmp_pat
     java.write_text("#!/bin/sh\necho could not reserve enough space >&2\nexit 1\n")
     java.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = evaluate(RESULTS, CAPTIONS)
-    assert found.tokenizer == "plain"
-    assert "PTBTokenizer failed" in found.tokenizer_note
-    assert found.left_out["METEOR"] == "its Java part failed: could not reserve enough space"
-    assert "SPICE" in found.left_out
-    assert list(found.scores) == ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr-D"]
+    scored = evaluate(RESULTS, CAPTIONS)
+    assert scored.tokenizer == "plain"
+    assert "PTBTokenizer failed" in scored.tokenizer_note
+    assert scored.left_out["METEOR"] == "its Java part failed: could not reserve enough space"
+    assert "SPICE" in scored.left_out
+    assert list(scored.scores) == ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr-D"]
 
 
 def test_a_part_of_the_images(score, tmp_path, capsys, monkeypatch):

@@ -75,19 +75,19 @@ def mentioned(picture: Picture, words: re.Match) -> list[dict]:
     """Return the objects that a noun phrase describes, after checking its number, size and position."""
     number, colour, noun = NUMBERS[words["number"]], words["colour"], words["noun"]
     if noun in ("digits", "numbers"):
-        found = [o for o in picture.objects if o["kind"] in DIGITS]
-        hold(not colour or all(o["colour"] == colour for o in found), f"all digits are {colour}")
+        matching = [o for o in picture.objects if o["kind"] in DIGITS]
+        hold(not colour or all(o["colour"] == colour for o in matching), f"all digits are {colour}")
     else:
         kind, plural = KIND[noun]
         hold(plural == (number > 1), f"{number} {noun}")
-        found = [o for o in picture.objects if o["kind"] == kind and colour in (None, o["colour"])]
-    hold(len(found) == number, f"{len(found)}, not {number} {colour or ''} {noun}")
+        matching = [o for o in picture.objects if o["kind"] == kind and colour in (None, o["colour"])]
+    hold(len(matching) == number, f"{len(matching)}, not {number} {colour or ''} {noun}")
     first = (words["size"] or colour or ("handwritten" if "handwritten" in words[0] else noun)).replace("one", "won")
     hold(words["number"] not in ("a", "an") or (words["number"] == "an") == (first[0] in "aeiou"), "a or an")
-    sides = [max(o["box"][2] - o["box"][0], o["box"][3] - o["box"][1]) / picture.side for o in found]
+    sides = [max(o["box"][2] - o["box"][0], o["box"][3] - o["box"][1]) / picture.side for o in matching]
     hold(words["size"] not in ("small", "little") or max(sides) < 0.23, f"small {noun}")
     hold(words["size"] not in ("large", "big") or min(sides) > 0.29, f"large {noun}")
-    for left, top, right, bottom in (o["box"] for o in found) if words["place"] else ():
+    for left, top, right, bottom in (o["box"] for o in matching) if words["place"] else ():
         x, y = (left + right) / 2 / picture.side, (top + bottom) / 2 / picture.side
         place = words["place"].split()
         hold("left" not in place or x < 0.4, "left")
@@ -95,7 +95,7 @@ def mentioned(picture: Picture, words: re.Match) -> list[dict]:
         hold("top" not in place or y < 0.4, "top")
         hold("bottom" not in place or y > 0.6, "bottom")
         hold(place[-1] not in ("middle", "centre") or (0.3 < x < 0.7 and 0.3 < y < 0.7), "middle")
-    return found
+    return matching
 
 
 def edges(objects):
@@ -157,14 +157,14 @@ def pictures(folder) -> dict[int, tuple[Picture, list[str]]]:
     """Return the objects of each picture, and its captions."""
     content = load(folder, "annotations/objects")
     kinds = {category["id"]: category["name"] for category in content["categories"]}
-    found = {i["id"]: (Picture(i["width"], i["background"], []), []) for i in content["images"]}
+    pictures = {i["id"]: (Picture(i["width"], i["background"], []), []) for i in content["images"]}
     for row in content["annotations"]:
         x, y, width, height = row["bbox"]
         box = (x, y, x + width, y + height)
-        found[row["image_id"]][0].objects.append(dict(kind=kinds[row["category_id"]], colour=row["colour"], box=box))
+        pictures[row["image_id"]][0].objects.append(dict(kind=kinds[row["category_id"]], colour=row["colour"], box=box))
     for row in load(folder, "captions")["annotations"]:
-        found[row["image_id"]][1].append(row["caption"])
-    return found
+        pictures[row["image_id"]][1].append(row["caption"])
+    return pictures
 
 
 def test_every_caption_is_true(scenes):

@@ -37,7 +37,7 @@ def test_objects_of_a_coco_file(tmp_path):
 def test_a_picture_of_right_wrong_and_missed(tmp_path, monkeypatch):
     file = tmp_path / "a.png"
     Image.new("RGB", (100, 80), "#808080").save(file)
-    found = [Detection(CAT[0], "cat", 0.8), Detection(DOG[0], "cat", 0.5), Detection((0, 0, 9, 9), "dog", 0.2)]
+    detections = [Detection(CAT[0], "cat", 0.8), Detection(DOG[0], "cat", 0.5), Detection((0, 0, 9, 9), "dog", 0.2)]
     texts = []
     pen = detections_picture.ImageDraw.ImageDraw
     write = pen.text
@@ -45,7 +45,7 @@ def test_a_picture_of_right_wrong_and_missed(tmp_path, monkeypatch):
         self, at, text, *rest, **more
     ))  # fmt: skip
     objects = {"a.png": [CAT, DOG, ((92, 2, 98, 78), "ant")]}
-    line = draw([file], lambda _: found, objects, 0.3, tmp_path / "out.png")
+    line = draw([file], lambda _: detections, objects, 0.3, tmp_path / "out.png")
     assert line == (
         "Found from a score of 0.3 on: 2 of 3 objects. Green: 1 named right. "
         "Red: 1 wrong, with what it is in brackets. Dashed: 1 missed."

@@ -118,8 +118,8 @@ def test_labels_are_those_of_the_nearest_pixel():
     rng = np.random.default_rng(4)
     labels = rng.integers(0, 11, (40, 60)).astype(np.uint8)
     matrix = turned(33, 0.8, 14, -3)
-    found = np.asarray(warp(Image.fromarray(labels), matrix, 48, nearest=True, fill=255))
-    assert found.shape == (48, 48)
+    warped = np.asarray(warp(Image.fromarray(labels), matrix, 48, nearest=True, fill=255))
+    assert warped.shape == (48, 48)
     back, outside = np.linalg.inv(matrix[:, :2]), 0
     for row in range(48):
         for column in range(48):
@@ -129,7 +129,7 @@ def test_labels_are_those_of_the_nearest_pixel():
             near, far = round(y), round(x)
             inside = 0 <= near < 40 and 0 <= far < 60
             outside += not inside
-            assert found[row, column] == (labels[near, far] if inside else 255)
+            assert warped[row, column] == (labels[near, far] if inside else 255)
     assert 0 < outside < 48 * 48
 
 
@@ -137,26 +137,26 @@ def test_images_are_interpolated():
     y, x = np.mgrid[:50, :70]
     ramp = Image.fromarray(np.stack((2 * x, 3 * y, x + y), 2).astype(np.uint8))
     matrix = turned(-20, 1.4, 3, 8)
-    found = np.asarray(warp(ramp, matrix, 64), float)
+    warped = np.asarray(warp(ramp, matrix, 64), float)
     back = np.linalg.inv(matrix[:, :2])
     rows, columns = np.mgrid[:64, :64]
     px, py = back @ (np.stack((columns.ravel(), rows.ravel())) - matrix[:, 2:])
     inside = ((px > 0) & (px < 69) & (py > 0) & (py < 49)).reshape(64, 64)
     assert inside.sum() > 1500
     expected = np.stack((2 * px, 3 * py, px + py), 1).reshape(64, 64, 3)
-    assert abs(found - expected)[inside].max() <= 1.01
-    assert (found[((px < -1) | (py < -1)).reshape(64, 64)] == 0).all()
+    assert abs(warped - expected)[inside].max() <= 1.01
+    assert (warped[((px < -1) | (py < -1)).reshape(64, 64)] == 0).all()
 
 
 def test_shrunk_images_average_blocks():
     stripes = np.zeros((80, 120, 3), np.uint8)
     stripes[:, ::2] = 200
-    found = np.asarray(warp(Image.fromarray(stripes), turned(0, 0.25, -0.375, -0.375), 20))
-    assert (found == 100).all()
+    warped = np.asarray(warp(Image.fromarray(stripes), turned(0, 0.25, -0.375, -0.375), 20))
+    assert (warped == 100).all()
     y, x = np.mgrid[:80, :120]
     ramp = Image.fromarray(np.stack((x, y, x), 2).astype(np.uint8))
-    found = np.asarray(warp(ramp, turned(0, 0.25, -0.375, -0.375), 20), float)
-    np.testing.assert_allclose(found[5, :, 0], 4 * np.arange(20) + 1.5, atol=0.6)  # the block's centre
+    warped = np.asarray(warp(ramp, turned(0, 0.25, -0.375, -0.375), 20), float)
+    np.testing.assert_allclose(warped[5, :, 0], 4 * np.arange(20) + 1.5, atol=0.6)  # the block's centre
 
 
 # The data set
@@ -289,9 +289,9 @@ def test_bad_annotation_is_named_and_leaves_nothing(spoil, message, faces, tmp_p
 
 def test_annotation_as_it_is_published(tmp_path):
     (tmp_path / "1.txt").write_text("100032540_1\n" + "".join(f"{565.86 + i} , {i}\n" for i in range(194)) + "\n")
-    (found,) = read_landmarks(tmp_path).items()
-    assert found[0] == "100032540_1"
-    np.testing.assert_allclose(found[1][[0, 193]], [[565.86, 0], [758.86, 193]])
+    (face,) = read_landmarks(tmp_path).items()
+    assert face[0] == "100032540_1"
+    np.testing.assert_allclose(face[1][[0, 193]], [[565.86, 0], [758.86, 193]])
 
 
 def test_command_line(faces, tmp_path, capsys):

@@ -27,8 +27,8 @@ def test_the_operations_of_table_9():
     for layer, side, channels, dv in (("layer2.1", 14, 128, 8), ("layer3.2", 14, 256, 24), ("layer4.2", 7, 512, 48)):
         N = side * side
         projections, logits, sums = 2 * N * (channels * (2 * 160 + dv) + dv * dv), N * N * 160, N * N * dv
-        found = aaconv.attention_operations(calls, f"AAResNet.{layer}.conv2")
-        assert found == (projections + logits + sums, projections + logits)
+        counted = aaconv.attention_operations(calls, f"AAResNet.{layer}.conv2")
+        assert counted == (projections + logits + sums, projections + logits)
 
 
 @pytest.mark.parametrize(

@@ -150,13 +150,13 @@ def test_memory_beside_an_argument_is_watched():
     for number in range(100):
         _, call, grad = legal_call(OPERATOR, 0, number)
         call.backend = None
-        found = [buffer for buffer in call.buffers if buffer.isnan().any()]
-        if found and grad.numel():
+        poisoned = [buffer for buffer in call.buffers if buffer.isnan().any()]
+        if poisoned and grad.numel():
             break
     function = call.function
 
     def careless(**arguments):
-        found[0][found[0].isnan()] = 1
+        poisoned[0][poisoned[0].isnan()] = 1
         return function(**arguments)
 
     assert check.problems(call, grad)[0] == []

@@ -41,8 +41,8 @@ def test_entries_of_mo(charset, order):
     content = mo(
         {"Save": "Für später", "month\x04May": "Mai", "%d file\0%d files": "%d Datei\0%d Dateien"}, charset, order
     )
-    found = {(entry.source, entry.target) for entry in catalogues.entries("x.mo", content)}
-    assert found == {
+    texts = {(entry.source, entry.target) for entry in catalogues.entries("x.mo", content)}
+    assert texts == {
         ("Save", "Für später"), ("May", "Mai"), ("%d file", "%d Datei"), ("%d files", "%d Dateien")
     }  # fmt: skip
 

@@ -85,8 +85,8 @@ def test_what_is_left_out(tmp_path):
     odd = {"%s: %s": "%s: %s", "...": "…", "Hello %s": "Hallo", "Unknown": "", "Yes": "...", "word " * 81: "Wort " * 81}
     fuzzy = b'\n#, fuzzy\nmsgid "A guess"\nmsgstr "Geraten"\n'
     source = folder(tmp_path / "in", {"locale/de/LC_MESSAGES/x.po": po({**pairs, **odd}) + fuzzy})
-    found = make(tmp_path / "out", source)
-    assert {s: t for part in found.values() for s, t in part.items()} == pairs
+    made = make(tmp_path / "out", source)
+    assert {s: t for part in made.values() for s, t in part.items()} == pairs
     recipe = json.loads((tmp_path / "out/recipe.json").read_text())
     assert recipe["left_out"] == {
         "untranslated": 1, "fuzzy": 1, "without words": 3, "placeholders differ": 1, "too long": 1, "repeated": 0,
@@ -129,8 +129,8 @@ def test_a_source_keeps_the_translation_of_most_catalogues(tmp_path):
         for name, target in [("a", "Ordnung"), ("b", "Bestellung"), ("c", "Auftrag"), ("d", "Bestellung")]
     ]
     for count, target in [(1, "Ordnung"), (2, "Bestellung"), (3, "Auftrag"), (4, "Bestellung")]:  # ties: alphabetical
-        found = make(tmp_path / f"out{count}", *wheels[:count])
-        assert {t for part in found.values() for s, t in part.items() if s == "Order"} == {target}
+        made = make(tmp_path / f"out{count}", *wheels[:count])
+        assert {t for part in made.values() for s, t in part.items() if s == "Order"} == {target}
 
 
 def test_same_bytes_whatever_the_order_of_sources(tmp_path):
@@ -174,8 +174,8 @@ def test_where_catalogues_are_found(tmp_path):
     unpacked = folder(tmp_path / "unpacked", {"share/de/LC_MESSAGES/x.po": po(chosen[6])})
     leaf = folder(tmp_path / "leaf", {"de/LC_MESSAGES/x.po": po(chosen[7])}) / "de"
     sources = [wheel(tmp_path, "a", "1.2", files), sdist, tmp_path / "archives", unpacked, leaf]
-    found = make(tmp_path / "out", *sources)
-    assert {s: t for part in found.values() for s, t in part.items()} == sentences(nouns[:8])
+    made = make(tmp_path / "out", *sources)
+    assert {s: t for part in made.values() for s, t in part.items()} == sentences(nouns[:8])
     recipe = json.loads((tmp_path / "out/recipe.json").read_text())
     assert [(p["name"], p["version"], p["catalogues"]) for p in recipe["packages"]] == [
         ("a", "1.2", 2), ("bundle", None, 1), ("de", None, 1), ("inner", "4", 1), ("my-package", "0.3", 2),
@@ -328,12 +328,12 @@ def test_real_catalogues(tmp_path):
     system = Path("/usr/share/locale")
     if len(list(system.glob("de/LC_MESSAGES/*.mo"))) < 10:
         pytest.skip(f"fewer than 10 German catalogues in {system}")
-    found = make(tmp_path / "out", system)
-    assert sum(map(len, found.values())) > 500
+    made = make(tmp_path / "out", system)
+    assert sum(map(len, made.values())) > 500
     for one, other in itertools.combinations(corpus.PARTS, 2):
-        assert not set(map(corpus.words, found[one])) & set(map(corpus.words, found[other]))
-    umlauts = sum(any(c in "äöüß" for c in target) for target in found["train"].values())
-    assert umlauts > 0.1 * len(found["train"])  # German, decoded correctly
+        assert not set(map(corpus.words, made[one])) & set(map(corpus.words, made[other]))
+    umlauts = sum(any(c in "äöüß" for c in target) for target in made["train"].values())
+    assert umlauts > 0.1 * len(made["train"])  # German, decoded correctly
 
 
 JAPANESE = {"file": "ファイル", "page": "ページ", "list": "一覧", "line": "行", "task": "課題", "card": "札"}
@@ -354,10 +354,10 @@ def test_entries_of_few_english_words_are_left_out(tmp_path):
     source = folder(tmp_path / "in", {"locale/ja/LC_MESSAGES/x.po": po(pairs)})
     arguments = [str(tmp_path / "out"), str(source), "--language", "ja", "--valid", "0.2", "--test", "0.2"]
     assert corpus.main([*arguments, "--shortest", "6"]) == 0
-    found = {s: t for part in parts(tmp_path / "out", "ja").values() for s, t in part.items()}
-    assert found == {s: t for s, t in pairs.items() if len(s.split()) >= 6}
+    written = {s: t for part in parts(tmp_path / "out", "ja").values() for s, t in part.items()}
+    assert written == {s: t for s, t in pairs.items() if len(s.split()) >= 6}
     recipe = json.loads((tmp_path / "out/recipe.json").read_text())
-    assert recipe["left_out"]["too short"] == len(pairs) - len(found)
+    assert recipe["left_out"]["too short"] == len(pairs) - len(written)
     assert recipe["shortest"] == 6
 
 

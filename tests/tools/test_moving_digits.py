@@ -112,9 +112,9 @@ def test_videos_hold_the_frames(tmp_path):
     assert len(clips) == 12
     for clip in clips:
         expected = read_png(clip)
-        found = read_mp4(tmp_path / "mp4" / clip.relative_to(tmp_path / "png").with_suffix(".mp4"))
-        assert found.shape == expected.shape == (6, 32, 48, 3)
-        assert np.abs(found - expected).mean() < 12  # of 255, because the codec is lossy
+        decoded = read_mp4(tmp_path / "mp4" / clip.relative_to(tmp_path / "png").with_suffix(".mp4"))
+        assert decoded.shape == expected.shape == (6, 32, 48, 3)
+        assert np.abs(decoded - expected).mean() < 12  # of 255, because the codec is lossy
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ def test_a_recipe_is_the_papers(recipe):
     row, config = TABLE[row_of(recipe)], load(recipe)
     assert not row["values"].keys() & row["open"].keys()
     expected = row["values"] | row["open"]
-    found = {name: getattr(config, name) for name in expected}
-    assert {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()} == expected
+    values = {name: getattr(config, name) for name in expected}
+    assert {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()} == expected
 
 
 def test_every_row_has_its_recipes():

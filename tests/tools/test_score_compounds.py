@@ -57,14 +57,14 @@ def by_definition(hypotheses: list[str], references: list[str]) -> float:
 
 def test_both_figures_are_bleu_by_its_definition():
     hypotheses, references = map(list, zip(*SENTENCES))
-    found = tool.scores(tool.read(generated()))
-    assert found["bleu"] == pytest.approx(by_definition(hypotheses, references))
+    figures = tool.scores(tool.read(generated()))
+    assert figures["bleu"] == pytest.approx(by_definition(hypotheses, references))
     split = [[tool.split_compounds(line) for line in lines] for lines in (hypotheses, references)]
-    assert found["bleu_compounds_split"] == pytest.approx(by_definition(*split))
-    assert found["bleu_compounds_split"] != pytest.approx(found["bleu"], abs=0.5)
-    assert found["sentences"] == 3
-    assert "tok:13a" in found["signature"]
-    assert not found["detokenised"]
+    assert figures["bleu_compounds_split"] == pytest.approx(by_definition(*split))
+    assert figures["bleu_compounds_split"] != pytest.approx(figures["bleu"], abs=0.5)
+    assert figures["sentences"] == 3
+    assert "tok:13a" in figures["signature"]
+    assert not figures["detokenised"]
 
 
 def test_without_a_common_word_of_four_the_figure_is_0():
@@ -109,8 +109,8 @@ def test_the_command(tmp_path, capsys):
     log.write_text(generated(), encoding="utf-8")
     assert tool.main([str(log), "--json", str(scores)]) == 0
     printed = capsys.readouterr().out
-    found = json.loads(scores.read_text(encoding="utf-8"))
-    for figure in (found["bleu"], found["bleu_compounds_split"], found["sacrebleu"]):
+    figures = json.loads(scores.read_text(encoding="utf-8"))
+    for figure in (figures["bleu"], figures["bleu_compounds_split"], figures["sacrebleu"]):
         assert f"{figure:.2f}" in printed
     assert "3 sentences" in printed
     assert "not detokenised" in printed

@@ -331,10 +331,10 @@ def seeded(*values):
     ],
 )
 def test_rules(rule, one, other, p, verdict, half):
-    found = outcome({rule: [["a", "b"]], "p": p}, {"a": one, "b": other})
-    assert found.verdict == verdict
-    assert f"{one.mean - other.mean:+.1f}" in found.result
-    assert half is None or f"± {half:.1f} of" in found.why
+    judged = outcome({rule: [["a", "b"]], "p": p}, {"a": one, "b": other})
+    assert judged.verdict == verdict
+    assert f"{one.mean - other.mean:+.1f}" in judged.result
+    assert half is None or f"± {half:.1f} of" in judged.why
 
 
 def test_pairs_are_of_equal_seeds():

@@ -171,11 +171,11 @@ def test_schedules():
         config = load(ROOT / f"configs/timm/{name}.yaml")
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], config.scaled_lr())
         scheduler = create_scheduler(config, optimizer, 10)
-        found = []
+        rates = []
         for epoch in epochs:
             scheduler.step_update(round(epoch * 10))
-            found.append(optimizer.param_groups[0]["lr"])
-        return found
+            rates.append(optimizer.param_groups[0]["lr"])
+        return rates
 
     lr = 0.128 * 1024 / 256
     assert course("imagenet_aa_resnet50", [0, 2.5, 5, 29, 30, 60, 80, 90]) == pytest.approx(

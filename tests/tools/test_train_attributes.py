@@ -97,9 +97,9 @@ def test_words_and_labels():
     assert frequent_words(captions, 9, least=2, skip=["a"]) == ["cat"]
     targets = labels(captions, ["cat", "dog", "a"])
     assert targets.tolist() == [[1, 0, 1], [0, 1, 1]]
-    found = average_precision(np.array([[0.1, 0.2, 0.3], [0.2, 0.1, 0.3]]), np.array([[1, 0, 0], [0, 1, 0]]))
-    assert found.tolist()[:2] == [0.5, 0.5]
-    assert np.isnan(found[2])  # a word that describes no image
+    precision = average_precision(np.array([[0.1, 0.2, 0.3], [0.2, 0.1, 0.3]]), np.array([[1, 0, 0], [0, 1, 0]]))
+    assert precision.tolist()[:2] == [0.5, 0.5]
+    assert np.isnan(precision[2])  # a word that describes no image
 
 
 # The tool
@@ -121,19 +121,19 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
 def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
     from attn_plugins.captioning.caption_files import Problems, read_attributes, read_splits
 
-    found = read_attributes(scenes / "attributes.json")
-    assert set(found) == {str(n) for n in range(1, 35)}
+    written = read_attributes(scenes / "attributes.json")
+    assert set(written) == {str(n) for n in range(1, 35)}
     captions = read_splits([scenes / "captions.json"], scenes / "splits.json", Problems(False))["train"]
     counts = frequent_words(captions.values(), 1000, least=5)
-    for pairs in found.values():
+    for pairs in written.values():
         assert len(pairs) == 20
         assert {word for word, _ in pairs} <= set(counts)
         assert all(0 <= p <= 1 for _, p in pairs)
-    assert json.loads((scenes / "attributes.json").read_text())["3"] == [[word, p] for word, p in found["3"]]
+    assert json.loads((scenes / "attributes.json").read_text())["3"] == [[word, p] for word, p in written["3"]]
     detector = load_detector(trained / "best.safetensors")
     again = detector.predict([open_picture(scenes / "images/000003.jpg")])[0]
-    assert {word for word, _ in again} == {word for word, _ in found["3"]}
-    np.testing.assert_allclose([p for _, p in again], [p for _, p in found["3"]], atol=2e-6)
+    assert {word for word, _ in again} == {word for word, _ in written["3"]}
+    np.testing.assert_allclose([p for _, p in again], [p for _, p in written["3"]], atol=2e-6)
 
 
 def test_an_interrupted_training_resumes_to_the_same_weights(trained, scenes, tmp_path, monkeypatch, capsys):

@@ -91,10 +91,10 @@ def test_frames_at_a_random_distance():
     torch.manual_seed(0)
     drawn = [strided(16, 4) for _ in range(500)]
     strides = [{b - a for a, b in pairwise(frames)} for frames in drawn]
-    assert all(len(found) == 1 for found in strides)
+    assert all(len(steps) == 1 for steps in strides)
     assert set.union(*strides) == {1, 2, 3, 4, 5}
-    assert {frames[0] for frames, found in zip(drawn, strides) if found == {5}} == {0}
-    assert {frames[0] for frames, found in zip(drawn, strides) if found == {4}} == {0, 1, 2, 3}
+    assert {frames[0] for frames, steps in zip(drawn, strides) if steps == {5}} == {0}
+    assert {frames[0] for frames, steps in zip(drawn, strides) if steps == {4}} == {0, 1, 2, 3}
     assert max(frames[-1] for frames in drawn) == 15
     assert strided(4, 4) == [0, 1, 2, 3]
     assert strided(2, 4) == sampled(2, 4)
@@ -185,8 +185,8 @@ def test_all_frames_pass_the_same_random_transform():
     assert all(clip.shape == (3, 3, 32, 48) for clip in clips)
     assert all(torch.equal(clip[0], clip[2]) for clip in clips)
     assert not any(torch.equal(a, b) for a, b in pairwise(clips))
-    (found, label) = Transformed([([picture] * 2, 3)], transform)[0]
-    assert (tuple(found.shape), label) == ((2, 3, 32, 48), 3)
+    (frames, label) = Transformed([([picture] * 2, 3)], transform)[0]
+    assert (tuple(frames.shape), label) == ((2, 3, 32, 48), 3)
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

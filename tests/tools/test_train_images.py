@@ -69,11 +69,11 @@ def test_the_starting_recipe_trains_on_96_photographs(tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_the_batch_size_that_fits(images, processes, accumulate, expected):
-    found = Config("any", batch_size=256, accumulate=accumulate).fitting(images, processes)
-    assert (found.batch_size, found.accumulate) == expected
-    assert images // processes // found.share(processes) // found.accumulate >= 1
+    fitted = Config("any", batch_size=256, accumulate=accumulate).fitting(images, processes)
+    assert (fitted.batch_size, fitted.accumulate) == expected
+    assert images // processes // fitted.share(processes) // fitted.accumulate >= 1
     with pytest.raises(ConfigError, match="an image to train on for each of 4 processes, got 3"):
-        found.fitting(3, 4)
+        fitted.fitting(3, 4)
 
 
 def test_loading_processes_are_the_cores_that_are_there(monkeypatch):

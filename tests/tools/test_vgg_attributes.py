@@ -65,23 +65,23 @@ def pair(tmp_path_factory):
 def test_one_window_equals_the_fully_connected_layers(pair):
     ours, theirs, _ = pair
     images = torch.randn(2, 3, 56, 56)
-    found = ours(images)
-    assert found.shape == (2, 4096, 1, 1)
-    assert found.abs().max() > 0.01
-    torch.testing.assert_close(found[:, :, 0, 0], theirs.fc7(images), rtol=1e-5, atol=1e-6)
+    features = ours(images)
+    assert features.shape == (2, 4096, 1, 1)
+    assert features.abs().max() > 0.01
+    torch.testing.assert_close(features[:, :, 0, 0], theirs.fc7(images), rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
 def test_a_larger_image_gives_a_grid_of_windows(pair):
     ours, theirs, _ = pair
     images = torch.randn(2, 3, 72, 88)  # maps of 9 x 11 cells
-    cells, found = theirs.features(images), ours(images)
-    assert found.shape == (2, 4096, 3, 5)
+    cells, maps = theirs.features(images), ours(images)
+    assert maps.shape == (2, 4096, 3, 5)
     for row in range(3):
         for column in range(5):
             window = cells[:, :, row : row + 7, column : column + 7]
             expected = theirs.classifier[:6](window.flatten(1))
-            torch.testing.assert_close(found[:, :, row, column], expected, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(maps[:, :, row, column], expected, rtol=1e-5, atol=1e-6)
 
 
 @torch.no_grad()
@@ -101,9 +101,9 @@ def test_torchvisions_weights_of_every_vgg_fit(name):
     with torch.device("meta"):
         theirs = getattr(torchvision.models, name)().state_dict()
         wanted = VggFc7(name).model.state_dict()
-    found = from_torchvision(theirs, wanted)
-    assert {key: found[key].shape for key in wanted} == {key: value.shape for key, value in wanted.items()}
-    assert set(found) - set(wanted) == {"classifier.6.weight", "classifier.6.bias"}
+    converted = from_torchvision(theirs, wanted)
+    assert {key: converted[key].shape for key in wanted} == {key: value.shape for key, value in wanted.items()}
+    assert set(converted) - set(wanted) == {"classifier.6.weight", "classifier.6.bias"}
 
 
 def test_dropout_is_vggs_and_of_training_alone(pair):
@@ -176,12 +176,12 @@ def test_the_tool_trains_from_torchvisions_weights_and_resumes(pair, scenes, tmp
     assert len(rows) == 2
     assert rows[1]["loss"] < rows[0]["loss"]
     assert read_weights(out / "best.safetensors")[1]["fc7"] == "true"
-    found = json.loads((tmp_path / "attributes.json").read_text())
-    assert len(found) == 24
+    written = json.loads((tmp_path / "attributes.json").read_text())
+    assert len(written) == 24
     detector = load_detector(out / "best.safetensors")
     assert isinstance(detector.backbone, VggFc7)
     again = detector.predict([open_picture(scenes / "images/000003.jpg")])[0]
-    np.testing.assert_allclose([p for _, p in again], [p for _, p in found["3"]], atol=2e-6)
+    np.testing.assert_allclose([p for _, p in again], [p for _, p in written["3"]], atol=2e-6)
     capsys.readouterr()
 
     assert tool.main([str(scenes), str(out), "--resume", *options]) == 2

@@ -64,9 +64,9 @@ def page_data(file: Path) -> dict:
     text = file.read_text()
     assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(https?:)?//", text)
     assert "@" not in re.sub(r"@media[^{]*", "", text.partition("const data")[0])
-    found = re.search(r"const data = (\{.*\});", text)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r"const data = (\{.*\});", text)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def numbers(text: str, kind: str = "u1") -> np.ndarray:
