@@ -54,7 +54,7 @@ def head(title: str, data: Mapping[str, Any]) -> list[str]:
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """Return the line of a row that the command prints as it ends."""
+    """Return the line that the command prints when a row ends."""
     if "error" in row:
         return f"{row['case']:60s} not measured: {row['error']}"
     share = f", {100 * row['share']:.0f} % of the roofline" if row.get("share") else ""

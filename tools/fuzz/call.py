@@ -41,11 +41,11 @@ class Call:
     workspace: int | None = None  # bytes of logits that plain PyTorch materialises at once; None: the default
 
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors that are not None, in the order of the arguments."""
+        """Return the tensors that are not None, in the order of the arguments."""
         return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
     def floats(self) -> dict[str, Tensor]:
-        """Floating tensors, without masks."""
+        """Return the floating tensors, without masks."""
         return {name: tensor for name, tensor in self.tensors().items() if tensor.is_floating_point()}
 
     def dtype(self) -> torch.dtype:

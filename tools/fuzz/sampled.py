@@ -81,7 +81,7 @@ def convolution(source: Draw) -> Call:
 
 
 def _offsets(source: Draw, *shape: int) -> Tensor:
-    """Offsets in steps of 1/32, whose sums with whole numbers are exact in float32: no rounding crosses a pixel.
+    """Draw offsets in steps of 1/32, whose sums with whole numbers are exact in float32: no rounding crosses a pixel.
 
     Some are exactly on a pixel, where the derivative is the right-hand one; some are far outside the map.
     """

@@ -1,4 +1,4 @@
-"""Runs calls in worker processes, any of which may crash at any call.
+"""Run calls in worker processes, any of which may crash at any call.
 
 A worker writes a line before and after each call. If it ends in between, the call that it had started is the failure,
 and another worker continues its share.

@@ -59,7 +59,7 @@ KNOWN = {
 
 
 class Outcome(NamedTuple):
-    """What a run of pytest gave: how many tests passed, failed and were skipped, and what each failure said."""
+    """Result of a run of pytest: numbers of tests passed, failed and skipped, and the message of each failure."""
 
     counts: Counter[str]
     failures: dict[str, str]
@@ -136,7 +136,7 @@ def read(report: Path) -> Outcome:
 
 
 def judge(root: Path, suite: Suite, outcome: Outcome) -> dict[str, str]:
-    """Say of every failure that it occurs without our classes, or what it means, or that it is ours."""
+    """Classify every failure: it occurs without our classes as well, KNOWN explains it, or it is ours."""
     without: dict[str, str] = {}
     if suite.without and outcome.failures:
         without = run(root, list(outcome.failures), suite.project, suite.without).failures

@@ -182,7 +182,7 @@ def train(settings: Settings, state: State | None, options: argparse.Namespace, 
 def begin(options: argparse.Namespace) -> tuple[Settings, State | None]:
     """Return the settings of the command line, or those of the training to ``--resume`` with its state.
 
-    Sets ``options.output`` where it is not given.
+    Set ``options.output`` where it is not given.
 
     Raises:
         ConfigError: a setting is invalid.

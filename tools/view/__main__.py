@@ -152,7 +152,7 @@ def show(options: argparse.Namespace) -> list[Path]:
 
 
 def check(options: argparse.Namespace, default: Callable[[str], Any]) -> None:
-    """Check that options fit together."""
+    """Raise a ViewError if the options do not fit together."""
     sentence, mm = options.fairseq is not None, is_mm(options.model)
     for name in OF_PICTURES if sentence else OF_SENTENCES:
         if getattr(options, name) != default(name):

@@ -1,7 +1,7 @@
 """Time that the host takes for Triton's operators and for layers that use them, on one thread, without a GPU.
 
 Tensors are tiny and on the CPU, and Triton's launches do nothing: what remains is Python, the dispatcher and autograd.
-The peer launches every kernel as Triton does, by looking at all arguments anew. PyTorch's own operations in a layer,
+The peer launches every kernel as Triton does, by looking at all arguments again. PyTorch's own operations in a layer,
 and its attention, compute on the CPU: their times are only upper bounds of the host's.
 """
 
