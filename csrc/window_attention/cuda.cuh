@@ -305,9 +305,11 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     a.add_rows("grad_output", p.grad_output), a.add_rows("output", p.output_read);
     a.add_rows("grad_query", p.grad_query), a.add_rows("grad_key", p.grad_key);
     a.add_rows("grad_value", p.grad_value);
-    const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 3});
+    const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 4});
     p.stats = static_cast<float*>(stats.data_ptr()), p.peaks = p.stats + 2 * log_sum_exp.numel();
-    const bool queries_wanted = p.grad_query.data || p.grad_position.data;
+    // Their kernel also mends the statistics, of which half values' gradients take the log-sum-exp alone.
+    const bool queries_wanted =
+        p.grad_query.data || p.grad_position.data || p.grad_key.data || std::is_same_v<T, float>;
     const bool keys_wanted = p.grad_key.data || p.grad_value.data;
     for_team(a, [&](auto team, auto wide) {
       using Chosen = typename decltype(team)::type;

@@ -42,12 +42,17 @@ __device__ __forceinline__ int remainder(int number, const Divisor& by) {
   return rest;
 }
 
+// Numbers of a query in the backward: the log-sum-exp, and the mean of grad_output · value. Float32 has four:
+// the third is the binary logarithm of what weights by the rounded log-sum-exp sum to, the fourth is unused.
+template <class T>
+constexpr int kStats = std::is_same_v<T, float> ? 4 : 2;
+
 template <class T>
 struct WindowProblem {
   Maps<const T> query, key, value, position, output_read, grad_output;
   Maps<T> output, grad_query, grad_key, grad_value, grad_position;
   float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
-  float* stats;        // (B, M, Hq, Wq, 2): log-sum-exp, and grad_output · output
+  float* stats;        // (B, M, Hq, Wq, kStats<T>)
   float* peaks;        // (B, M, Hq, Wq), of float16 alone: grad_output's greatest magnitude
   WindowAxis y, x;
   int teams;
@@ -69,6 +74,11 @@ struct WindowProblem {
     return ((int64_t(b) * M + m) * y.queries + row) * x.queries + column;
   }
 };
+
+template <class T>
+__device__ __forceinline__ float* stats_of(const WindowProblem<T>& p, int b, int m, int row, int column) {
+  return p.stats + kStats<T> * p.query_index(b, m, row, column);
+}
 
 // Where a team works: in head m of image b, in row y, on the x-th run of that row.
 struct Place {

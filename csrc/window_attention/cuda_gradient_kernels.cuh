@@ -5,8 +5,12 @@
 
 namespace attn_plugins {
 
-// The backward kernels' statistics, one team a query. Of half numbers the output is read as it was rounded: a
-// gradient carries the error of that, relative to the gradient of the output, as in FlashAttention.
+// The gradient of a logit is weight * (slope - mean). The mean is first grad_output · output, which is as
+// wrong as the output is rounded. The sum of a query's gradients would be 0 if the mean were exact, so it is
+// what the mean lacks. In a row of one large weight, whose gradients are nearly 0, that may be all there is:
+// a warp with such a row computes its queries once more.
+
+// The backward kernels' statistics, one team a query, before the queries' kernels mend them.
 template <class T, class Team>
 __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
@@ -23,11 +27,38 @@ __global__ void __launch_bounds__(kThreads) window_stats_kernel(const WindowProb
   }
   if (at.exists && team.lane == 0) {
     const int64_t query_index = p.query_index(at.b, at.m, at.y, at.x);
-    Vector<float, 2> stats;
+    Vector<float, kStats<T>> stats;
     stats.element[0] = p.log_sum_exp[query_index], stats.element[1] = product;
-    store(p.stats + 2 * query_index, stats);
+    store(p.stats + kStats<T> * query_index, stats);
     if (std::is_same_v<T, __half>) p.peaks[query_index] = peak;
   }
+}
+
+// Of a query: the sums of its logits' gradients, of their magnitudes, and of its weights.
+template <class T>
+struct RowSums {
+  static constexpr bool kExact = std::is_same_v<T, float>;
+  float drift = 0, size = 0, weights = 0;
+
+  __device__ __forceinline__ void add(float weight, float slope) {
+    drift += slope, size += fabsf(slope), weights += weight;
+  }
+  // For the second turn, which is the last: an infinite size allows any drift.
+  __device__ __forceinline__ void restart() { drift = 0, size = INFINITY, weights = 0; }
+  // What the mean lacks.
+  __device__ __forceinline__ float missing() const { return weights > 0 ? drift / weights : 0; }
+  // Whether gradients are to be computed with a better mean; in float32, with better weights.
+  __device__ __forceinline__ bool unsettled() const {
+    const bool drifted = fabsf(drift) > size * (kExact ? 0x1p-19f : 0x1p-6f);
+    return drifted || (kExact && size < INFINITY && weights > 0 && fabsf(weights - 1) > 0x1p-19f);
+  }
+};
+
+template <int N>
+__device__ __forceinline__ float weight_of(float logit, const Vector<float, N>& stats) {
+  const float x = logit - stats.element[0];
+  if constexpr (N > 2) return power_of_two(fmaf(x, kLog2E, -stats.element[2]));
+  return power_of_two(x * kLog2E);
 }
 
 // Gradients of queries at.x, at.x + p.x.step, ... of a row, and of their position logits.
@@ -43,11 +74,9 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
     const bool valid = at.exists && x < p.x.queries;
     team.read_row(p.query.at(at.b, at.m, at.y, x), valid, p.d, query[r]);
     team.read_row(p.grad_output.at(at.b, at.m, at.y, x), valid, p.dv, gradient[r]);
-#pragma unroll
-    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
   }
   // Of the lane's own queries; kept: gradients of position logits, which the lanes of a query write together.
-  Vector<float, 2> stats[kOwn];
+  Vector<float, kStats<T>> stats[kOwn];
   T* written[kOwn];
   bool valid[kOwn];
   float kept[kOwn];
@@ -55,52 +84,79 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
   for (int n = 0; n < kOwn; ++n) {
     const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
     valid[n] = at.exists && x < p.x.queries, kept[n] = 0;
-    if (valid[n]) stats[n] = load_constant<float, 2>(p.stats + 2 * p.query_index(at.b, at.m, at.y, x));
+    if (valid[n]) stats[n] = load<float, kStats<T>>(stats_of(p, at.b, at.m, at.y, x));
     written[n] = p.grad_position.at(at.b, at.m, at.y, x);
   }
   const int taps = p.y.taps * p.x.taps, writers = team.lanes / kParts, writer = team.lane / kParts;
   const int written_bytes = int(p.grad_position.channel * sizeof(T));
-  KeyLine<QUERIES, T, Team> line(p, team, at);
-  for (int i = 0; i < p.y.taps; ++i) {
-    line.begin_row(p);
-    for (int j = 0; j < line.length(p); ++j) {
-      float key[Team::OWN], value[Team::OWN], dots[QUERIES], logit[kOwn] = {}, slope[kOwn], bias[kOwn];
-      float slopes[QUERIES];
-      bool counts[kOwn];
-      line.read(team, j, key, value, counts, bias);
+  RowSums<T> sums[kOwn];
+  while (true) {
 #pragma unroll
-      for (int r = 0; r < QUERIES; ++r) dots[r] = dot(gradient[r], value);
-      team.sums(dots, slope);
-      if (content) {
+    for (int r = 0; r < QUERIES; ++r) {
 #pragma unroll
-        for (int r = 0; r < QUERIES; ++r) dots[r] = dot(query[r], key);
-        team.sums(dots, logit);
-      }
+      for (int c = 0; c < Team::OWN; ++c) sum[r][c] = 0;
+    }
+    KeyLine<QUERIES, T, Team> line(p, team, at);
+    for (int i = 0; i < p.y.taps; ++i) {
+      line.begin_row(p);
+      for (int j = 0; j < line.length(p); ++j) {
+        float key[Team::OWN], value[Team::OWN], dots[QUERIES], logit[kOwn] = {}, slope[kOwn], bias[kOwn];
+        float slopes[QUERIES];
+        bool counts[kOwn];
+        line.read(team, j, key, value, counts, bias);
 #pragma unroll
-      for (int n = 0; n < kOwn; ++n) {
-        const float weight = exponential(logit[n] + bias[n] - stats[n].element[0]);
-        slope[n] = counts[n] ? weight * (slope[n] - stats[n].element[1]) : 0;
-      }
+        for (int r = 0; r < QUERIES; ++r) dots[r] = dot(gradient[r], value);
+        team.sums(dots, slope);
+        if (content) {
 #pragma unroll
-      for (int r = 0; r < QUERIES; ++r) slopes[r] = team.template of_query<QUERIES>(slope, r);
+          for (int r = 0; r < QUERIES; ++r) dots[r] = dot(query[r], key);
+          team.sums(dots, logit);
+        }
 #pragma unroll
-      for (int r = 0; r < QUERIES; ++r) {
-        if (!within(j - r * p.x.shift, p.x.taps)) continue;  // not times 0: the key may be infinite
-        add_scaled(sum[r], slopes[r], key);
-      }
-      if (!p.grad_position.data) continue;
+        for (int n = 0; n < kOwn; ++n) {
+          const float weight = counts[n] ? weight_of(fmaf(logit[n], p.scale, bias[n]), stats[n]) : 0;
+          slope[n] = counts[n] ? weight * (slope[n] - stats[n].element[1]) : 0;
+          sums[n].add(weight, slope[n]);
+        }
 #pragma unroll
-      for (int n = 0; n < kOwn; ++n) {
-        const int tap = j - team.template own<QUERIES>(n) * p.x.shift;
-        const int t = i * p.x.taps + tap, turn = t & (writers - 1);
-        const bool inside = within(tap, p.x.taps), last = turn == writers - 1 || t == taps - 1;
-        if (inside && turn == writer) kept[n] = slope[n];
-        if (inside && last && writer <= turn && valid[n]) {
-          *go(written[n], t - turn + writer, written_bytes) = narrow_to<T>(kept[n]);
+        for (int r = 0; r < QUERIES; ++r) slopes[r] = team.template of_query<QUERIES>(slope, r);
+#pragma unroll
+        for (int r = 0; r < QUERIES; ++r) {
+          if (!within(j - r * p.x.shift, p.x.taps)) continue;  // not times 0: the key may be infinite
+          add_scaled(sum[r], slopes[r], key);
+        }
+        if (!p.grad_position.data) continue;
+#pragma unroll
+        for (int n = 0; n < kOwn; ++n) {
+          const int tap = j - team.template own<QUERIES>(n) * p.x.shift;
+          const int t = i * p.x.taps + tap, turn = t & (writers - 1);
+          const bool inside = within(tap, p.x.taps), last = turn == writers - 1 || t == taps - 1;
+          if (inside && turn == writer) kept[n] = slope[n];
+          if (inside && last && writer <= turn && valid[n]) {
+            *go(written[n], t - turn + writer, written_bytes) = narrow_to<T>(kept[n]);
+          }
         }
       }
+      line.end_row(p);
     }
-    line.end_row(p);
+    bool unsettled = false;
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      unsettled = unsettled || sums[n].unsettled();
+      stats[n].element[1] += sums[n].missing();
+      if constexpr (RowSums<T>::kExact) {
+        if (sums[n].weights > 0) stats[n].element[2] += log2f(sums[n].weights);
+      }
+    }
+    if (!__any_sync(0xffffffffu, unsettled)) break;
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) sums[n].restart();
+  }
+  __syncwarp();  // all lanes of a query have read its statistics
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
+    if (team.lane < kParts && valid[n]) store(stats_of(p, at.b, at.m, at.y, x), stats[n]);
   }
 #pragma unroll
   for (int r = 0; r < QUERIES; ++r) {
@@ -132,9 +188,7 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
     team.read_row(p.key.at(at.b, at.m, at.y, x), valid, p.d, key[r]);
     team.read_row(p.value.at(at.b, at.m, at.y, x), valid, p.dv, value[r]);
 #pragma unroll
-    for (int c = 0; c < Team::OWN; ++c) {
-      key[r][c] *= p.scale, key_sum[r][c] = 0, value_sum[r][c] = 0;
-    }
+    for (int c = 0; c < Team::OWN; ++c) key_sum[r][c] = 0, value_sum[r][c] = 0;
   }
   const Reach rows(p.y, at.y), columns(p.x, at.x);
   const bool exists = at.exists && rows.exists && columns.exists;
@@ -151,17 +205,17 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
   const unsigned chunks = team.chunks_of(p.d) | team.chunks_of(p.dv) << Team::CHUNKS;
   const int query_bytes = p.query_step * int(sizeof(T)), gradient_bytes = p.gradient_step * int(sizeof(T));
   const int position_bytes = p.position_step * int(sizeof(T));
-  const int stats_bytes = 2 * p.x.step * int(sizeof(float));
+  const int stats_bytes = kStats<T> * p.x.step * int(sizeof(float));
   // Pointers are carried from row to row, else the compiler computes each anew for every load.
   int y = rows.query, i = rows.tap;
   const T* queries = team.own_of(p.query.at(at.b, at.m, y, columns.query));
   const T* gradients = team.own_of(p.grad_output.at(at.b, at.m, y, columns.query));
   const T* positions = p.position.at(at.b, at.m, y, columns.query) +
                        (int64_t(i) * p.x.taps + columns.tap + own) * p.position.channel;
-  const float* stats_row = p.stats + 2 * p.query_index(at.b, at.m, y, columns.query);
+  const float* stats_row = stats_of(p, at.b, at.m, y, columns.query);
   const int64_t query_row = p.y.step * p.query.row, gradient_row = p.y.step * p.grad_output.row;
   const int64_t position_row = p.y.step * p.position.row - int64_t(p.y.shift) * p.x.taps * p.position.channel;
-  const int64_t stats_step = 2 * int64_t(p.y.step) * p.x.queries;
+  const int64_t stats_step = kStats<T> * int64_t(p.y.step) * p.x.queries;
   for (int n = 0; n * p.y.shift < p.y.taps; ++n, i -= p.y.shift, y += p.y.step, queries += query_row,
            gradients += gradient_row, positions += position_row, stats_row += stats_step) {
     const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
@@ -176,10 +230,10 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
       const unsigned there = present ? chunks : 0;
       float query[Team::OWN], gradient[Team::OWN], dots[KEYS], logit[1] = {}, slope[1] = {}, bias = 0;
       float weights[KEYS], slopes_of[KEYS];
-      Vector<float, 2> stats;
+      Vector<float, kStats<T>> stats;
       team.read(go(queries, l, query_bytes), there, query);
       team.read(go(gradients, l, gradient_bytes), there >> Team::CHUNKS, gradient);
-      if (present) stats = load_constant<float, 2>(go(stats_row, l, stats_bytes));
+      if (present) stats = load_constant<float, kStats<T>>(go(stats_row, l, stats_bytes));
       if (within(l - own_window.first, biasing)) bias = load_one(go(positions, l, position_bytes));
       if (content) {
 #pragma unroll
@@ -191,7 +245,7 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
         for (int r = 0; r < KEYS; ++r) dots[r] = dot(value[r], gradient);
         team.sums(dots, slope);
       }
-      const float weight[1] = {exponential(logit[0] + bias - stats.element[0])};
+      const float weight[1] = {weight_of(fmaf(logit[0], p.scale, bias), stats)};
       slope[0] = weight[0] * (slope[0] - stats.element[1]);
 #pragma unroll
       for (int r = 0; r < KEYS; ++r) {

@@ -96,7 +96,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
     const int x = at.x + r * p.x.step;
     team.read_row(p.query.at(at.b, at.m, at.y, x), at.exists && x < p.x.queries, p.d, query[r]);
 #pragma unroll
-    for (int c = 0; c < Team::OWN; ++c) query[r][c] *= p.scale, sum[r][c] = 0;
+    for (int c = 0; c < Team::OWN; ++c) sum[r][c] = 0;
   }
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) top[n] = kLowest, total[n] = 0;
@@ -115,7 +115,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
       }
 #pragma unroll
       for (int n = 0; n < kOwn; ++n) {
-        logit[n] = counts[n] ? logit[n] + bias[n] : -INFINITY;  // chosen: a sum could be NaN
+        logit[n] = counts[n] ? fmaf(logit[n], p.scale, bias[n]) : -INFINITY;  // chosen: a sum could be NaN
         higher = higher || logit[n] > top[n] + kSlack;
       }
       if (__any_sync(0xffffffffu, higher)) {

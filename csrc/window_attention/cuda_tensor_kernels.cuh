@@ -120,102 +120,133 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   if (!at.exists) return;
   using Distances = typename Tile<T, WIDTH>::Distances;
   const Distances key_distances(p.key_step), value_distances(p.value_step);
-  TileLogits<T, LOGITS> logits(p, at);
+  const int key_column = tile.row_to_column(p.key_step);
   unsigned query[2][tile.WORDS], gradient[2][tile.WORDS];
-  // shift: of weights in powers of two; product: grad_output · output; unscale: of their slopes.
-  float sum[tile.COLUMNS][4] = {}, shift[2] = {}, product[2] = {}, unscale[2] = {1, 1};
+  // shift: of weights in powers of two; mean: of slopes; unscale: of both's products.
+  float shift[2] = {}, mean[2] = {}, unscale[2] = {1, 1};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     tile.read_row(p.query.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.d, query[h]);
     tile.read_row(p.grad_output.at(at.b, at.m, at.y[h], at.x[h]), at.valid[h], p.dv, gradient[h]);
     if (!at.valid[h]) continue;
     const int64_t query_index = p.query_index(at.b, at.m, at.y[h], at.x[h]);
-    const auto stats = load_constant<float, 2>(p.stats + 2 * query_index);
+    const auto stats = load<float, 2>(p.stats + 2 * query_index);
     const int exponent = kScaled ? exponent_of(load_one(p.peaks + query_index)) : 0;
-    shift[h] = stats.element[0] * kLog2E + float(exponent), product[h] = stats.element[1];
+    shift[h] = stats.element[0] * kLog2E + float(exponent), mean[h] = stats.element[1];
     unscale[h] = whole_power_of_two(exponent);
   }
-  for (int first = 0; first < line_length(p); first += 16) {
-    const TilePlace here = at.again(map);
-    const KeyLines<T> lines(p, here, tile.group, p.grad_position.data != nullptr);
-    Span taps[2];  // of the line, as far as their gradients are wanted
+  RowSums<T> sums[2];
+  while (true) {
+    TileLogits<T, LOGITS> logits(p, at.again(map));
+    float sum[tile.COLUMNS][4] = {};
+    for (int first = 0; first < line_length(p); first += 16) {
+      const TilePlace here = at.again(map);
+      const KeyLines<T> lines(p, here, tile.group, p.grad_position.data != nullptr);
+      Span taps[2];  // of the line, as far as their gradients are wanted
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      taps[h] = Span{lines.first[h], p.x.taps}.only_if(here.valid[h] && p.grad_position.data);
-    }
-    const int place = first + 2 * tile.member;
-    // Bits of what is there: rows of keys, of values, columns of keys, weights, the tile's own taps.
-    const unsigned columns_there = tile.has_column(p.d) ? tile.places_there(lines.on_map, first) : 0;
-    unsigned all_there = tile.rows_there(lines.on_map, first, p.d) |
-                         tile.rows_there(lines.on_map, first, p.dv) << 4 | columns_there << 8 |
-                         elements_in(lines.window, place) << 16 | elements_in(taps, place) << 24;
-    keep(all_there);
-    const T* const keys = tile.row_of(lines.keys, first, p.key_step);
-    const T* const key_columns = tile.column_of(lines.keys, first, p.key_step);
-    const T* const values = tile.row_of(lines.values, first, p.value_step);
-    logits.begin(p, here, lines, tile.group, place);
-    for (int i = lines.rows.first; i < lines.rows.first + lines.rows.count; ++i) {
-      // Outside of the map keys and values are zeros.
-      const bool on_map = lines.rows_on_map.has(i);
-      const unsigned there = on_map ? all_there : all_there & (p.zero_border ? 0xffff0000u : 0xff000000u);
-      float logit[2][4] = {}, slope[2][4], bias[2][4];
-      unsigned words[2][tile.WORDS];
-      tile.read_two(go(values, i, p.value_bytes), value_distances, there >> 4, words);
-      if (CONTENT) {
-        unsigned key_words[2][tile.WORDS];
-        tile.read_two(go(keys, i, p.key_bytes), key_distances, there, key_words);
-        tile.dots(logit, query, key_words);
+      for (int h = 0; h < 2; ++h) {
+        taps[h] = Span{lines.first[h], p.x.taps}.only_if(here.valid[h] && p.grad_position.data);
       }
-      tile.dots(slope, gradient, words);
-      const auto columns = tile.columns(go(key_columns, i, p.key_bytes), key_distances, there >> 8);
-      const unsigned in_row = elements_of(i < p.y.taps, i >= lines.row_tap[1]);
-      logits.read(p, i, there >> 16 & in_row, bias);
+      const int place = first + 2 * tile.member;
+      // Bits of what is there: rows of keys, of values, columns of keys, weights, the tile's own taps.
+      const unsigned columns_there = tile.has_column(p.d) ? tile.places_there(lines.on_map, first) : 0;
+      unsigned all_there = tile.rows_there(lines.on_map, first, p.d) |
+                           tile.rows_there(lines.on_map, first, p.dv) << 4 | columns_there << 8 |
+                           elements_in(lines.window, place) << 16 | elements_in(taps, place) << 24;
+      keep(all_there);
+      const T* const keys = tile.row_of(lines.keys, first, p.key_step);
+      const T* const values = tile.row_of(lines.values, first, p.value_step);
+      logits.begin(p, here, lines, tile.group, place);
+      T* targets[2];  // without a stage, of row 0
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const int h = n / 2 % 2;
-        const float x = logit[n / 4][n % 4] * p.power_scale - shift[h];
-        float& s = slope[n / 4][n % 4];
-        s = power_of_two(bias[n / 4][n % 4] * kLog2E + x) * (s - product[h]);
+      for (int h = 0; h < 2; ++h) {
+        const int64_t tap = place - lines.first[h] - lines.row_tap[h] * p.x.taps;
+        targets[h] = p.grad_position.at(here.b, here.m, here.y[h], here.x[h]) + tap * p.grad_position.channel;
       }
-      unsigned packed[4];
-      pack_weights<T>(slope, packed);
-      if (CONTENT) tile.mix(sum, packed, columns);
-      if (LOGITS == Logits::kNone || !p.grad_position.data) continue;
-      if (kScaled) {
+      for (int i = lines.rows.first; i < lines.rows.first + lines.rows.count; ++i) {
+        // Outside of the map keys and values are zeros.
+        const bool on_map = lines.rows_on_map.has(i);
+        const unsigned there = on_map ? all_there : all_there & (p.zero_border ? 0xffff0000u : 0xff000000u);
+        float logit[2][4] = {}, slope[2][4], bias[2][4];
+        unsigned words[2][tile.WORDS];
+        tile.read_two(go(values, i, p.value_bytes), value_distances, there >> 4, words);
+        if (CONTENT) {
+          unsigned key_words[2][tile.WORDS];
+          tile.read_two(go(keys, i, p.key_bytes), key_distances, there, key_words);
+          tile.dots(logit, query, key_words);
+        }
+        tile.dots(slope, gradient, words);
+        const T* const key_columns = go(go(keys, i, p.key_bytes), key_column, sizeof(T));
+        const auto columns = tile.columns(key_columns, key_distances, there >> 8);
+        const unsigned in_row = elements_of(i < p.y.taps, i >= lines.row_tap[1]);
+        logits.read(p, i, there >> 16 & in_row, bias);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) slope[n / 4][n % 4] *= unscale[n / 2 % 2];
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2;
+          const float x = logit[n / 4][n % 4] * p.power_scale - shift[h];
+          float& s = slope[n / 4][n % 4];
+          const float weight = power_of_two(bias[n / 4][n % 4] * kLog2E + x);
+          s = weight * (s - mean[h]);
+          sums[h].add(weight, s);
+        }
+        unsigned packed[4];
         pack_weights<T>(slope, packed);
-      }
-      const unsigned written = there >> 24 & in_row;
+        if (CONTENT) tile.mix(sum, packed, columns);
+        if (LOGITS == Logits::kNone || !p.grad_position.data) continue;
+        if (kScaled) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        const int h = n / 2 % 2, offset = n / 4 * 8 + n % 2;
-        if (!(written >> n & 1)) continue;
-        Vector<T, 2> pair;
-        pair.word = packed[n / 4 * 2 + h];
-        if (LOGITS == Logits::kStaged) {
-          logits.staged(h)[offset] = pair.element[n % 2];
-        } else {
-          const int tap = (i - lines.row_tap[h]) * p.x.taps + place + offset - lines.first[h];
-          p.grad_position.at(here.b, here.m, here.y[h], here.x[h])[tap * p.grad_position.channel] =
-              pair.element[n % 2];
+          for (int n = 0; n < 8; ++n) slope[n / 4][n % 4] *= unscale[n / 2 % 2];
+          pack_weights<T>(slope, packed);
+        }
+        const unsigned written = there >> 24 & in_row;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) {
+          const int h = n / 2 % 2, offset = n / 4 * 8 + n % 2;
+          if (!(written >> n & 1)) continue;
+          Vector<T, 2> pair;
+          pair.word = packed[n / 4 * 2 + h];
+          if (LOGITS == Logits::kStaged) {
+            logits.staged(h)[offset] = pair.element[n % 2];
+          } else {
+            *go(targets[h], i * p.x.taps + offset, int(p.grad_position.channel * sizeof(T))) =
+                pair.element[n % 2];
+          }
         }
       }
     }
-  }
-  if (__any_sync(0xffffffffu, trace_of_infinite(sum) != 0)) {
-    for_tile_places(map, at, [&](const Place& place) {
-      window_query_gradient<1>(p, Team<32, 1, (WIDTH + 31) / 32>(32), place);
-    });
-    return;
-  }
-  const TilePlace to = at.again(map);
-  if (LOGITS == Logits::kStaged && p.grad_position.data) logits.stage.flush(p, to);
+    float trace = trace_of_infinite(sum);
+    bool unsettled = false;
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    if (p.grad_query.data && to.valid[h]) {
-      tile.write(p.grad_query.at(to.b, to.m, to.y[h], to.x[h]), p.d, sum, h, p.scale * unscale[h]);
+    for (int h = 0; h < 2; ++h) {
+      sums[h].drift = sum_of_four_lanes(sums[h].drift), sums[h].size = sum_of_four_lanes(sums[h].size);
+      sums[h].weights = sum_of_four_lanes(sums[h].weights);
+      trace += 0 * sums[h].drift, unsettled = unsettled || sums[h].unsettled();
     }
+    if (__any_sync(0xffffffffu, trace != 0)) {
+      for_tile_places(map, at, [&](const Place& place) {
+        window_query_gradient<1>(p, Team<32, 1, (WIDTH + 31) / 32>(32), place);
+      });
+      return;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) mean[h] += sums[h].missing();
+    __syncwarp();  // before logits replace gradients in shared memory, and what all lanes have read is
+                   // written
+    if (__any_sync(0xffffffffu, unsettled)) {
+      sums[0].restart(), sums[1].restart();
+      continue;
+    }
+    const TilePlace to = at.again(map);
+    if (LOGITS == Logits::kStaged && p.grad_position.data) logits.stage.flush(p, to);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (!to.valid[h]) continue;
+      if (tile.member == 0) stats_of(p, to.b, to.m, to.y[h], to.x[h])[1] = mean[h];
+      if (p.grad_query.data) {
+        tile.write(p.grad_query.at(to.b, to.m, to.y[h], to.x[h]), p.d, sum, h, p.scale * unscale[h]);
+      }
+    }
+    return;
   }
 }
 

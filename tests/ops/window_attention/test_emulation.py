@@ -15,6 +15,7 @@ from attn_plugins.ops import reference
 from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
+from tests.ops import test_saturated as saturated
 from tests.ops.emulation.kernels import NEEDS, error, load, reserved
 
 pytestmark = [*NEEDS, pytest.mark.slow]
@@ -293,6 +294,23 @@ def test_the_lowest_logits_are_not_masks(compute, dtype):
     expected, _ = expected_of((query, key, value, position), geometry, grad_output)
     output, _ = compute([t.to(dtype) for t in (query, key, value, position)], geometry, grad_output.to(dtype))
     assert error(output, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.sampled(12)
+@saturated.SIZES
+@pytest.mark.parametrize("keys", [1, 2, 8, 64])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gradients_of_saturated_rows(emulated, monkeypatch, dtype, keys, size, tensor_cores):
+    """Their errors are those of the definition, as of other backends; of one head of one image."""
+    monkeypatch.setattr(cuda, "forward_kernels", emulated.forward_)
+    monkeypatch.setattr(cuda, "backward_kernels", emulated.backward_)
+    monkeypatch.setattr(cuda.library, "refusal", lambda *device: None)
+
+    def make(draw):
+        terms, options = saturated.window_attention(keys, draw)
+        return {name: t[:1, :1] for name, t in terms.items()}, options
+
+    saturated.check(saturated.window_attention, make, keys, size, dtype, "cuda", "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
