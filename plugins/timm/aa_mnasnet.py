@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._efficientnet_blocks import InvertedResidual
 from timm.models._efficientnet_builder import decode_arch_def, round_channels
 from timm.models.efficientnet import EfficientNet
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
 from .aa_resnet import augment
-from .conventions import Augmented, imagenet_cfg, register_models
+from .conventions import Augmented, imagenet_cfg
 
 # MnasNet-A1 in timm's notation (Tan et al. 2019, Figure 7), one stage per line.
 STAGES = (
@@ -98,17 +98,35 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(name: str, pretrained: bool, **kwargs: Any) -> AAMnasNet:
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> AAMnasNet:
     arguments = dict(
         block_args=decode_arch_def([list(stage) for stage in STAGES]),
         stem_size=32,
-        round_chs_fn=partial(round_channels, multiplier=VARIANTS[name]),
+        round_chs_fn=partial(round_channels, multiplier=VARIANTS[variant]),
         feature_cfg=dict(feature_cls="getter"),
     )
-    return build_model_with_cfg(AAMnasNet, name, pretrained, **{**arguments, **kwargs})
+    return build_model_with_cfg(AAMnasNet, variant, pretrained, **{**arguments, **kwargs})
 
 
-MODELS = register_models(
-    _create,
-    {name: f"Create AA-MnasNet with {factor:g} times the channels, κ = 2υ = 0.1." for name, factor in VARIANTS.items()},
-)
+@register_model
+def aa_mnasnet_075(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
+    """Create AA-MnasNet with 0.75 times the channels, κ = 2υ = 0.1."""
+    return _create("aa_mnasnet_075", pretrained, **kwargs)
+
+
+@register_model
+def aa_mnasnet_100(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
+    """Create AA-MnasNet-1.0, κ = 2υ = 0.1."""
+    return _create("aa_mnasnet_100", pretrained, **kwargs)
+
+
+@register_model
+def aa_mnasnet_125(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
+    """Create AA-MnasNet with 1.25 times the channels, κ = 2υ = 0.1."""
+    return _create("aa_mnasnet_125", pretrained, **kwargs)
+
+
+@register_model
+def aa_mnasnet_140(pretrained: bool = False, **kwargs: Any) -> AAMnasNet:
+    """Create AA-MnasNet with 1.4 times the channels, κ = 2υ = 0.1."""
+    return _create("aa_mnasnet_140", pretrained, **kwargs)

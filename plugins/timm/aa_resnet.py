@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from timm.layers import to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import Augmented, imagenet_cfg, initialise_ours, register_models
+from .conventions import Augmented, imagenet_cfg, initialise_ours
 
 LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -144,20 +144,32 @@ class AAResNet(Augmented, ResNet):
 default_cfgs = generate_default_cfgs({f"aa_resnet{depth}": imagenet_cfg() for depth in LAYERS})
 
 
-def _create(name: str, pretrained: bool, **kwargs: Any) -> AAResNet:
-    depth = int(name.removeprefix("aa_resnet"))
-    arguments: dict[str, Any] = dict(block=Bottleneck, layers=LAYERS[depth])
-    if depth == 34:
-        arguments.update(block=BasicBlock, kappa=0.25, nu=0.25)
-    return build_model_with_cfg(AAResNet, name, pretrained, **{**arguments, **kwargs})
+def _create(depth: int, pretrained: bool, **kwargs: Any) -> AAResNet:
+    block = BasicBlock if depth == 34 else Bottleneck
+    return build_model_with_cfg(
+        AAResNet, f"aa_resnet{depth}", pretrained, **{**dict(block=block, layers=LAYERS[depth]), **kwargs}
+    )
 
 
-MODELS = register_models(
-    _create,
-    {
-        "aa_resnet34": "Create AA-ResNet-34, κ = υ = 0.25; the first convolution of each block is augmented.",
-        "aa_resnet50": "Create AA-ResNet-50, κ = 2υ = 0.2 (Table 3; those of Table 6 by ``kappa`` and ``nu``).",
-        "aa_resnet101": "Create AA-ResNet-101, κ = 2υ = 0.2.",
-        "aa_resnet152": "Create AA-ResNet-152, κ = 2υ = 0.2.",
-    },
-)
+@register_model
+def aa_resnet34(pretrained: bool = False, **kwargs: Any) -> AAResNet:
+    """Create AA-ResNet-34, κ = υ = 0.25; the first convolution of each block is augmented."""
+    return _create(34, pretrained, **{**dict(kappa=0.25, nu=0.25), **kwargs})
+
+
+@register_model
+def aa_resnet50(pretrained: bool = False, **kwargs: Any) -> AAResNet:
+    """Create AA-ResNet-50, κ = 2υ = 0.2 (Table 3; ``kappa`` and ``nu`` give the variants of Table 6)."""
+    return _create(50, pretrained, **kwargs)
+
+
+@register_model
+def aa_resnet101(pretrained: bool = False, **kwargs: Any) -> AAResNet:
+    """Create AA-ResNet-101, κ = 2υ = 0.2."""
+    return _create(101, pretrained, **kwargs)
+
+
+@register_model
+def aa_resnet152(pretrained: bool = False, **kwargs: Any) -> AAResNet:
+    """Create AA-ResNet-152, κ = 2υ = 0.2."""
+    return _create(152, pretrained, **kwargs)

@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 from timm.layers import create_attn, create_classifier, to_2tuple
-from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import Augmented, imagenet_cfg, initialise_ours, register_models
+from .conventions import Augmented, imagenet_cfg, initialise_ours
 
 
 class AAWideBlock(nn.Module):
@@ -286,11 +286,8 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(name: str, pretrained: bool, **kwargs: Any) -> AAWideResNet:
-    return build_model_with_cfg(AAWideResNet, name, pretrained, feature_cfg=dict(out_indices=(0, 1, 2, 3)), **kwargs)
-
-
-MODELS = register_models(
-    _create,
-    {"aa_wide_resnet28_10": "Create AA-Wide-ResNet-28-10 for CIFAR, κ = 2υ = 0.2; ``nu=0``: Table 1's plain network."},
-)
+@register_model
+def aa_wide_resnet28_10(pretrained: bool = False, **kwargs: Any) -> AAWideResNet:
+    """Create AA-Wide-ResNet-28-10 for CIFAR, κ = 2υ = 0.2; ``nu=0`` gives the plain network of Table 1."""
+    features = dict(out_indices=(0, 1, 2, 3))
+    return build_model_with_cfg(AAWideResNet, "aa_wide_resnet28_10", pretrained, feature_cfg=features, **kwargs)

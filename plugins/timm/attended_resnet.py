@@ -5,14 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
 from ..modules.maps.deformable_conv import DeformableConv2d
 from ..modules.maps.dynamic_conv import DynamicConv2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d
-from .conventions import imagenet_cfg, initialise_ours, register_models
+from .conventions import imagenet_cfg, initialise_ours
 
 
 class AttendedBottleneck(Bottleneck):
@@ -89,35 +89,46 @@ class AttendedResNet(ResNet):
         initialise_ours(self)
 
 
-# Attention type and deformable convolutions in conv4 and conv5, and what the name stands for.
-VARIANTS: dict[str, tuple[str, bool, str]] = {
-    "attn_resnet50": (
-        "1111",
-        False,
-        "the attention ``attention_type``, limited to ``spatial_range``, and optional ``deformable`` convolutions",
-    ),
-    "attn1111_resnet50": ("1111", False, "all four attention terms"),
-    "attn0010_dcn_resnet50": (
-        "0010",
-        True,
-        "key saliency and deformable convolution, the paper's recommended trade-off (Table 2)",
-    ),
-    "dcn_resnet50": ("none", True, "deformable convolution and no attention"),
-}
-default_cfgs = generate_default_cfgs({name: imagenet_cfg() for name in VARIANTS})
+default_cfgs = generate_default_cfgs(
+    {name: imagenet_cfg() for name in ("attn_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50")}
+)
 
 
-def _create(name: str, pretrained: bool, **kwargs: Any) -> AttendedResNet:
-    attention_type, deformable, _ = VARIANTS[name]
-    options: dict[str, Any] = dict(attention_type=attention_type, deformable=deformable)
-    chosen = ("attention_type", "deformable", "spatial_range") if name == "attn_resnet50" else ("spatial_range",)
-    options.update({option: kwargs.pop(option) for option in chosen if option in kwargs})
-    attended = partial(AttendedBottleneck, **options)
+def _create(
+    variant: str, pretrained: bool, attention_type: str, deformable: bool, spatial_range: int = -1, **kwargs: Any
+) -> AttendedResNet:
+    attended = partial(
+        AttendedBottleneck, attention_type=attention_type, spatial_range=spatial_range, deformable=deformable
+    )
     attended.expansion = Bottleneck.expansion  # type: ignore[attr-defined]
     arguments = dict(block=(Bottleneck, Bottleneck, attended, attended), layers=(3, 4, 6, 3))
-    return build_model_with_cfg(AttendedResNet, name, pretrained, **{**arguments, **kwargs})
+    return build_model_with_cfg(AttendedResNet, variant, pretrained, **{**arguments, **kwargs})
 
 
-MODELS = register_models(
-    _create, {name: f"Create a ResNet-50 with {about}." for name, (_, _, about) in VARIANTS.items()}
-)
+@register_model
+def attn_resnet50(
+    pretrained: bool = False, attention_type: str = "1111", deformable: bool = False, **kwargs: Any
+) -> AttendedResNet:
+    """Create a ResNet-50 with attention and optional deformable convolutions in conv4 and conv5.
+
+    ``attention_type``, ``deformable`` and ``spatial_range`` are those of :class:`AttendedBottleneck`.
+    """
+    return _create("attn_resnet50", pretrained, attention_type, deformable, **kwargs)
+
+
+@register_model
+def attn1111_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """Create a ResNet-50 with all four attention terms."""
+    return _create("attn1111_resnet50", pretrained, "1111", False, **kwargs)
+
+
+@register_model
+def attn0010_dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """Create a ResNet-50 with key saliency and deformable convolution, the paper's recommended trade-off (Table 2)."""
+    return _create("attn0010_dcn_resnet50", pretrained, "0010", True, **kwargs)
+
+
+@register_model
+def dcn_resnet50(pretrained: bool = False, **kwargs: Any) -> AttendedResNet:
+    """Create a ResNet-50 with deformable convolution and no attention."""
+    return _create("dcn_resnet50", pretrained, "none", True, **kwargs)

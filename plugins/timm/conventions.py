@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import register_notrace_module
-from timm.models import register_model
 from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d
@@ -40,27 +37,6 @@ def transformer_cfg(**changes: Any) -> dict[str, Any]:
     """Return timm's default configuration of a ViT for images of one size, without weights."""
     cfg = dict(pool_size=None, crop_pct=0.9, interpolation="bicubic", fixed_input_size=True)
     return imagenet_cfg(**{**cfg, "first_conv": "patch_embed.proj", "classifier": "head", **changes})
-
-
-def register_models(create: Callable[..., nn.Module], models: Mapping[str, str]) -> dict[str, Callable[..., nn.Module]]:
-    """Register timm's entry points for ``create(name, pretrained, **kwargs)``, and define them in its module.
-
-    Args:
-        create: Creates the model of a name.
-        models: Docstrings by name.
-    """
-
-    def entry_point(name: str, about: str) -> Callable[..., nn.Module]:
-        def function(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-            return create(name, pretrained, **kwargs)
-
-        function.__name__ = function.__qualname__ = name
-        function.__module__, function.__doc__ = create.__module__, about
-        return register_model(function)
-
-    entries = {name: entry_point(name, about) for name, about in models.items()}
-    vars(sys.modules[create.__module__]).update(entries)
-    return entries
 
 
 def initialise_ours(model: nn.Module) -> None:

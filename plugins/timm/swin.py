@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from timm.layers import register_notrace_module
-from timm.models import build_model_with_cfg, generate_default_cfgs, swin_transformer
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, swin_transformer
 from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from ..modules.common.checks import one_of
 from ..modules.tokens.window_self_attention import Position, Version, Window, WindowSelfAttention, check_centred
 from ..terms.nonlocal_position import Outside, Smoothing
 from ..terms.position_table import resize_position_table
-from .conventions import register_models, transformer_cfg
+from .conventions import transformer_cfg
 
 SHARED = ("qkv", "proj", "relative_position_bias_table", "cpb_mlp", "logit_scale", "q_bias", "v_bias")
 TABLES = ("relative_position_bias_table", "cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
@@ -250,7 +250,7 @@ def _filter(state_dict: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return (v2 if second else swin_transformer).checkpoint_filter_fn(kept, model)
 
 
-def _create(name: str, pretrained: bool, **options: Any) -> nn.Module:
+def _create(name: str, pretrained: bool, options: dict[str, Any]) -> nn.Module:
     """Create a Swin of timm with this package's attention."""
     _, version, size = name.split("_")[:3]
     width, depths, heads = WIDTHS[size]
@@ -268,14 +268,37 @@ def _create(name: str, pretrained: bool, **options: Any) -> nn.Module:
     )
 
 
-MODELS = register_models(
-    _create,
-    {
-        name: f"Create {kind}-{size[0].upper()} with this package's attention; takes the options of `SwinOptions`."
-        for size in WIDTHS
-        for name, kind in (
-            (f"attn_swin_{size}_patch4_window7_224", "Swin"),
-            (f"attn_swinv2_{size}_window8_256", "Swin V2"),
-        )
-    },
-)
+@register_model
+def attn_swin_tiny_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin-T with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swin_tiny_patch4_window7_224", pretrained, kwargs)
+
+
+@register_model
+def attn_swin_small_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin-S with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swin_small_patch4_window7_224", pretrained, kwargs)
+
+
+@register_model
+def attn_swin_base_patch4_window7_224(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin-B with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swin_base_patch4_window7_224", pretrained, kwargs)
+
+
+@register_model
+def attn_swinv2_tiny_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin V2-T with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swinv2_tiny_window8_256", pretrained, kwargs)
+
+
+@register_model
+def attn_swinv2_small_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin V2-S with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swinv2_small_window8_256", pretrained, kwargs)
+
+
+@register_model
+def attn_swinv2_base_window8_256(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+    """Create Swin V2-B with this package's attention; takes the options of :class:`SwinOptions`."""
+    return _create("attn_swinv2_base_window8_256", pretrained, kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from timm.layers import DropPath, Mlp, register_notrace_function, register_notrace_module
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from timm.models.vision_transformer import Attention, VisionTransformer, checkpoint_filter_fn
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..modules.common.checks import check_tensor, one_of, positive
 from ..modules.tokens.space_time_attention import Pattern, SpaceTimeSelfAttention
 from ..modules.tokens.space_time_regions import ClipGrid
-from .conventions import register_models, transformer_cfg
+from .conventions import transformer_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 
 register_notrace_function(resized_in_time)
@@ -270,7 +270,7 @@ def _filtered(state_dict: dict[str, Any], model: TimeSformer) -> dict[str, Any]:
     return checkpoint_filter_fn(state_dict, model)
 
 
-def _create(name: str, pretrained: bool, **options: Any) -> TimeSformer:
+def _create(name: str, pretrained: bool, options: dict[str, Any]) -> TimeSformer:
     width, heads = WIDTHS[name.split("_")[1]]
     arguments: dict[str, Any] = dict(patch_size=16, embed_dim=width, depth=12, num_heads=heads)
     return build_model_with_cfg(
@@ -283,12 +283,13 @@ def _create(name: str, pretrained: bool, **options: Any) -> TimeSformer:
     )
 
 
-MODELS = register_models(
-    _create,
-    {
-        "timesformer_small_patch16_224": "Create TimeSformer with ViT-Small's width; takes ``pattern`` and "
-        "``num_frames`` of :class:`TimeSformer`.",
-        "timesformer_base_patch16_224": "Create the paper's TimeSformer, of ViT-Base's width: 8 frames of 224²; "
-        "-HR: 16 of 448² (``img_size``); -L: 96.",
-    },
-)
+@register_model
+def timesformer_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> TimeSformer:
+    """Create TimeSformer with ViT-Small's width; takes ``pattern`` and ``num_frames`` of :class:`TimeSformer`."""
+    return _create("timesformer_small_patch16_224", pretrained, kwargs)
+
+
+@register_model
+def timesformer_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> TimeSformer:
+    """Create the paper's TimeSformer (ViT-Base's width): 8 frames of 224²; -HR: 16 of 448² (``img_size``); -L: 96."""
+    return _create("timesformer_base_patch16_224", pretrained, kwargs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-from timm.models import build_model_with_cfg, generate_default_cfgs
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer, checkpoint_filter_fn
 
-from .conventions import register_models, transformer_cfg
+from .conventions import transformer_cfg
 from .vit_attention import OPTIONS, vit_attention
 
 WIDTHS = {"tiny": (192, 3), "small": (384, 6), "base": (768, 12)}  # channels and heads, as in timm's models
@@ -22,7 +22,7 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(name: str, pretrained: bool, **options: Any) -> VisionTransformer:
+def _create(name: str, pretrained: bool, options: dict[str, Any]) -> VisionTransformer:
     """Create a ViT of timm whose attention takes the ``options`` of :func:`vit_attention`."""
     width, heads = WIDTHS[name.split("_")[2]]
     ours = {name: options.pop(name) for name in OPTIONS if name in options}
@@ -38,11 +38,19 @@ def _create(name: str, pretrained: bool, **options: Any) -> VisionTransformer:
     )
 
 
-MODELS = register_models(
-    _create,
-    {
-        f"attn_vit_{size}_patch16_224": f"Create ViT-{size.capitalize()} with all four attention terms, or those of "
-        "``attention_type`` and related options."
-        for size in WIDTHS
-    },
-)
+@register_model
+def attn_vit_tiny_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """Create ViT-Tiny with all four attention terms, or those of ``attention_type`` and related options."""
+    return _create("attn_vit_tiny_patch16_224", pretrained, kwargs)
+
+
+@register_model
+def attn_vit_small_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """Create ViT-Small with all four attention terms, or those of ``attention_type`` and related options."""
+    return _create("attn_vit_small_patch16_224", pretrained, kwargs)
+
+
+@register_model
+def attn_vit_base_patch16_224(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+    """Create ViT-Base with all four attention terms, or those of ``attention_type`` and related options."""
+    return _create("attn_vit_base_patch16_224", pretrained, kwargs)
