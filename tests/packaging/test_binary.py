@@ -54,8 +54,8 @@ def test_cuda_kernels_do_not_spill():
     pytest.importorskip("triton", reason="cuobjdump is in the triton package")
     from tests.helpers.triton_compile import stacks
 
-    found = stacks(PLUGINS / "_C_cuda.abi3.so")
-    assert len(found) > 100
-    spilling = {name: size for name, size in found.items() if size}
+    sizes = stacks(PLUGINS / "_C_cuda.abi3.so")
+    assert len(sizes) > 100
+    spilling = {name: size for name, size in sizes.items() if size}
     # One gradient of windows in half precision on sm_90 spills 16 bytes, outside of its loop.
     assert all("window_key_gradient_kernel" in name and size <= 16 for name, size in spilling.items()), spilling

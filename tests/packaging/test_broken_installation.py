@@ -41,7 +41,7 @@ def wheels(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
     # Not imported here: setuptools refuses to load after a toolkit has imported the standard library's distutils.
     if int(version("setuptools").split(".")[0]) < 77:
         pytest.skip("editable installations need setuptools >= 77")
-    found = {}
+    built = {}
     for kind, hook in (("editable", "build_editable"), ("wheel", "build_wheel")):
         checkout = copy_sources(tmp_path_factory.mktemp(kind) / "checkout")
         subprocess.run(
@@ -52,8 +52,8 @@ def wheels(tmp_path_factory) -> dict[str, tuple[Path, Path]]:
             capture_output=True,
         )
         (wheel,) = (checkout / "out").glob("*.whl")
-        found[kind] = checkout, wheel
-    return found
+        built[kind] = checkout, wheel
+    return built
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ BREAKS = [remove, move, half_delete, misspell, raise_at_import]
 def test_torch_imports(environment, kind, damage):
     python, package = environment(kind)
     damage(package)
-    found = run(python, "import torch; print(torch.ones(3).sum().item())")
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "3.0"
-    assert found.stderr.count(WARNING) == 1
-    assert "Traceback" not in found.stderr
+    done = run(python, "import torch; print(torch.ones(3).sum().item())")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "3.0"
+    assert done.stderr.count(WARNING) == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.sampled(1, every_value=False)
@@ -131,18 +131,18 @@ def test_torch_imports(environment, kind, damage):
 def test_what_still_works(environment, kind):
     """A whole installation, one without the operators, and none, whose warning the switch silences."""
     python, package = environment(kind)
-    found = run(python, "import sys, torch; print(sys.modules['attn_plugins.autoload'].__file__)")
-    assert found.stdout.strip() == str(package / "autoload.py"), found.stderr
-    assert WARNING not in found.stderr
+    done = run(python, "import sys, torch; print(sys.modules['attn_plugins.autoload'].__file__)")
+    assert done.stdout.strip() == str(package / "autoload.py"), done.stderr
+    assert WARNING not in done.stderr
     shutil.rmtree(package / "ops")
     if find_spec("timm"):
-        found = run(python, "import timm; print(timm.is_model('resnet50'))")
-        assert found.stdout.strip() == "True", found.stderr
-        assert found.stderr.count("attn_plugins is not available in timm") == 1
+        done = run(python, "import timm; print(timm.is_model('resnet50'))")
+        assert done.stdout.strip() == "True", done.stderr
+        assert done.stderr.count("attn_plugins is not available in timm") == 1
     remove(package)
-    found = run(python, "import torch; print('imported')", ATTN_PLUGINS_AUTOLOAD="0")
-    assert (found.returncode, found.stdout.strip()) == (0, "imported")
-    assert WARNING not in found.stderr
+    done = run(python, "import torch; print('imported')", ATTN_PLUGINS_AUTOLOAD="0")
+    assert (done.returncode, done.stdout.strip()) == (0, "imported")
+    assert WARNING not in done.stderr
 
 
 @pytest.mark.parametrize("kind", ["editable", "wheel"])
@@ -164,5 +164,5 @@ def test_without_a_binary_nothing_is_fetched_to_build(monkeypatch):
     code = "import sys; sys.path[0] = 'build_backend'; import backend; print(backend.get_requires_for_build_wheel())"
     for build, expected in (("none", False), ("cpu", True)):
         variables = {**os.environ, "ATTN_PLUGINS_BUILD": build}
-        found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
-        assert ("torch>=2.10" in found.stdout) is expected, found.stderr
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, text=True)
+        assert ("torch>=2.10" in done.stdout) is expected, done.stderr

@@ -16,8 +16,8 @@ from attn_plugins.ops.examples import drawing, examples
 @pytest.fixture(scope="module")
 def healthy():
     """Run the doctor in its own process; return its exit status and report."""
-    found = subprocess.run([sys.executable, "-m", "attn_plugins"], capture_output=True, text=True)
-    return found.returncode, found.stdout
+    done = subprocess.run([sys.executable, "-m", "attn_plugins"], capture_output=True, text=True)
+    return done.returncode, done.stdout
 
 
 def test_all_is_well(healthy):
@@ -66,8 +66,8 @@ def test_a_broken_operator_is_named(monkeypatch, capsys):
     """The report names an operator that is far from its reference, and one that fails."""
     from attn_plugins.ops import examples as module
 
-    def wrong(found, expected):
-        return 0.5 if found.shape == (2, 8, 7, 9) else 1 / 0
+    def wrong(output, expected):
+        return 0.5 if output.shape == (2, 8, 7, 9) else 1 / 0
 
     only = ("deform_conv2d", "window_attention")
     monkeypatch.setattr(doctor, "_distance", wrong)
@@ -114,10 +114,10 @@ def test_a_broken_toolkit_is_named_with_what_mends_it(python, name, words, comma
         f"checks.CHECKS = {{{name!r}: checks.CHECKS[{name!r}]}}\n"
         "raise SystemExit(doctor.main())"
     )
-    found = python(code, packages=BROKEN[name], check=False)
-    assert found.returncode == 1
-    assert words in found.stdout
-    assert f"to repair it: python -m attn_plugins {command}" in found.stdout
+    done = python(code, packages=BROKEN[name], check=False)
+    assert done.returncode == 1
+    assert words in done.stdout
+    assert f"to repair it: python -m attn_plugins {command}" in done.stdout
 
 
 def test_an_absent_toolkit_is_fine_unless_required(monkeypatch, capsys):

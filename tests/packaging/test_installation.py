@@ -39,15 +39,15 @@ OLDEST_FOR = {"mm": "2.5", "fairseq": "2.1"}
 
 def interpreters() -> dict[str, str]:
     """Return the working interpreters by version, such as ``'3.12'``. A version manager's shim may not work."""
-    found = {}
+    paths = {}
     for minor in range(10, 15):
         for candidate in (f"python3.{minor}", *map(str, Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python3"))):
             if path := shutil.which(candidate):
                 works = subprocess.run([path, "-c", "import venv, ensurepip"], capture_output=True).returncode == 0
                 if works:
-                    found[f"3.{minor}"] = path
+                    paths[f"3.{minor}"] = path
                     break
-    return found
+    return paths
 
 
 def environments() -> list[str]:
@@ -59,8 +59,8 @@ def environments() -> list[str]:
 
 def block(page: str, language: str, containing: str = "") -> str:
     """Return the first block of a language on a page that contains ``containing``."""
-    found = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == language]
-    return next(text for text in found if containing in text)
+    blocks = [text for kind, text in re.findall(r"^```(\w+)\n(.*?)^```", page, re.M | re.S) if kind == language]
+    return next(text for text in blocks if containing in text)
 
 
 def all_code(page: str) -> str:
@@ -133,10 +133,10 @@ class Environment:
 
     def versions(self) -> str:
         code = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'))"
-        found = subprocess.run(
+        words = subprocess.run(
             [self.folder / "venv/bin/python", "-c", code], capture_output=True, text=True
         ).stdout.split()
-        return " | ".join(found) if found else f"{self.python_version} | none"
+        return " | ".join(words) if words else f"{self.python_version} | none"
 
     def python(self, code: str, record: str) -> str:
         (self.work / "block.py").write_text(code)
@@ -244,8 +244,8 @@ MM = textwrap.dedent("""
     model.data_preprocessor.size = size if config.default_scope == "mmseg" else None
     loss = model.train().train_step(batch, build_optim_wrapper(model, config.optim_wrapper))
     assert all(value.isfinite().all() for value in loss.values()), loss
-    found = model.eval().test_step(batch)
-    assert len(found) == 2
+    predictions = model.eval().test_step(batch)
+    assert len(predictions) == 2
     print({name: float(value) for name, value in loss.items()})
 """)
 

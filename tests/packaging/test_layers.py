@@ -87,12 +87,11 @@ def bound_names(files: dict[str, Path]) -> set[str]:
 def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
     """Return our own files that ``file`` imports: ``from x import y`` means x.y if that is a file, else x."""
     own = ".".join(["attn_plugins", *file.relative_to(PLUGINS).parent.parts])
-    found, bound = imported_modules(file), bound_names(files) - {own}
-    names = found - bound
+    imported, bound = imported_modules(file), bound_names(files) - {own}
+    names = imported - bound
     parents = {name.rpartition(".")[0] for name in names}
-    return {name for name in names & files.keys() if name not in parents} | {
-        name.rpartition(".")[0] for name in (found & bound) | (names - files.keys()) if name.rpartition(".")[0] in files
-    }
+    modules = {name.rpartition(".")[0] for name in (imported & bound) | (names - files.keys())}
+    return ((names - parents) | modules) & files.keys()
 
 
 def way(graph: dict[str, set[str]], start: str, end: str) -> list[str] | None:

@@ -111,6 +111,6 @@ def test_docstrings_become_markdown():
 def test_every_command_has_help():
     from tools.site.commands import commands
 
-    found = commands()
-    assert {"tools.view", "tools.bench", "tools.caption", "tools.study"} <= set(found)
-    assert not [command for command in found if ".site" in command]
+    modules = commands()
+    assert {"tools.view", "tools.bench", "tools.caption", "tools.study"} <= set(modules)
+    assert not [command for command in modules if ".site" in command]

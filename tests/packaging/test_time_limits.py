@@ -12,15 +12,15 @@ LEAST = 600  # seconds; a shorter limit would also end processes that do not han
 
 def short_limits(source: str) -> list[str]:
     """Return the calls with shorter time limits."""
-    found = []
+    short = []
     for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
         limits = [word.value for word in call.keywords if word.arg == "timeout"]
         limits += call.args if getattr(call.func, "attr", None) in ("wait", "settimeout") else []
         if any(isinstance(limit, ast.Constant) and (limit.value or LEAST) < LEAST for limit in limits):
-            found.append(f"line {call.lineno}: {ast.unparse(call)}")
-    return found
+            short.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return short
 
 
 def test_time_limits_catch_hangs_alone():
-    found = {str(file.relative_to(TESTS)): short_limits(file.read_text(encoding="utf-8")) for file in FILES}
-    assert not {file: limits for file, limits in found.items() if limits}
+    calls = {str(file.relative_to(TESTS)): short_limits(file.read_text(encoding="utf-8")) for file in FILES}
+    assert not {file: limits for file, limits in calls.items() if limits}

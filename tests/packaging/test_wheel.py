@@ -31,8 +31,8 @@ def wheel(tmp_path_factory) -> Path:
         check=True,
         timeout=1800,
     )
-    (found,) = folder.glob("*.whl")
-    return found
+    (file,) = folder.glob("*.whl")
+    return file
 
 
 @pytest.fixture(scope="module")

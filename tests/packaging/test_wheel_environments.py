@@ -35,14 +35,14 @@ def environments() -> list[str]:
 @pytest.fixture(scope="module", params=environments())
 def environment(request, tmp_path_factory) -> Path:
     """Create an environment with the wheel installed."""
-    found = sorted((ROOT / "dist").glob("*.whl"))
-    assert len(found) == 1, "make wheel"
+    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    assert len(wheels) == 1, "make wheel"
     version, _, torch = request.param.partition(":")
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([interpreters()[version], "-m", "venv", folder], check=True)
     pip = ["-m", "pip", "install", "-q", "--disable-pip-version-check"]
     run(folder, *pip, f"torch=={torch}" if torch else "torch", "numpy", record="torch")
-    run(folder, *pip, str(found[0]), record="the wheel")
+    run(folder, *pip, str(wheels[0]), record="the wheel")
     return folder
 
 
