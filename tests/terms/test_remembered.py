@@ -127,8 +127,8 @@ def test_a_default_device_does_not_matter(kept):
 
 def test_threads_share_results(kept):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda n: (n % 40, kept(n % 40, 1.0, CPU, torch.float32)), range(4000)))
-    for n, number in found:
+        results = list(pool.map(lambda n: (n % 40, kept(n % 40, 1.0, CPU, torch.float32)), range(4000)))
+    for n, number in results:
         assert torch.equal(number, torch.arange(n, dtype=torch.float32))
     assert kept.kept.cache_info().currsize == ENTRIES
 
