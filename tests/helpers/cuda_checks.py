@@ -59,8 +59,8 @@ def results(module: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | N
         outputs = [t for t in floating(module(*args, **kwargs)) if t.requires_grad]
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
-    found = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
-    given = {f"gradient of {name}": t for name, t in zip(leaves, found) if t is not None}
+    gradients = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+    given = {f"gradient of {name}": t for name, t in zip(leaves, gradients) if t is not None}
     return {f"output {n}": t.detach() for n, t in enumerate(outputs)} | given
 
 
@@ -89,16 +89,16 @@ def check_module(
     args, kwargs = moved(call, device, dtype)
     exact_module = copy.deepcopy(there).cpu().double()
     expected = results(exact_module, *moved((args, kwargs), "cpu", torch.float64))
-    found = results(there if compiled is None else _Compiled(there, compiled), args, kwargs, autocast)
+    actual = results(there if compiled is None else _Compiled(there, compiled), args, kwargs, autocast)
     tolerance = factor * MODULE_TOLERANCES[autocast or dtype]
     # A gradient that is 0 up to rounding, as of key biases, is measured on the scale of the largest one.
     least = 0.02 * max(t.double().norm().item() / t.numel() ** 0.5 for t in expected.values())
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        result = found[name].cpu().double()
+        result = actual[name].cpu().double()
         assert result.isfinite().all(), name
         if name.startswith("gradient"):
-            assert found[name].dtype == dtype, name
+            assert actual[name].dtype == dtype, name
         error = (result - wanted).norm().item() / max(wanted.norm().item(), least * wanted.numel() ** 0.5)
         assert error < tolerance, f"{name}: relative error {error:.2g}, allowed {tolerance:.2g}"
 

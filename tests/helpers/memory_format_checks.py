@@ -21,7 +21,7 @@ def check_memory_format(layer: nn.Module, shape: tuple[int, ...], autocast: bool
     for parameter in layer.parameters():  # a residual factor of 0 would hide what is added
         if parameter.numel() == 1:
             nn.init.constant_(parameter, 0.5)
-    found = {}
+    results = {}
     original = torch.randn(shape)
     for name, memory_format in FORMATS.items():
         x = original.contiguous(memory_format=memory_format).requires_grad_()
@@ -33,7 +33,7 @@ def check_memory_format(layer: nn.Module, shape: tuple[int, ...], autocast: bool
         assert has_format(grad, name), f"{name} in, strides {grad.stride()} of the gradient {tuple(grad.shape)}"
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
             assert has_format(layer(x), name)
-        found[name] = output.float(), grad
-    for a, b in zip(*found.values()):
+        results[name] = output.float(), grad
+    for a, b in zip(*results.values()):
         tolerance = (0.1 if autocast else 1e-4) * b.abs().max().item()
         torch.testing.assert_close(a, b, rtol=0, atol=tolerance)

@@ -18,9 +18,9 @@ LEVELS = ((5, 7), (3, 4), (2, 3), (1, 2))
 
 def mask(length: int) -> Tensor:
     """Return a padding mask for two sequences; the last two positions of the second are padding."""
-    found = torch.zeros(B, length, dtype=torch.bool)
-    found[1, -2:] = True
-    return found
+    padding = torch.zeros(B, length, dtype=torch.bool)
+    padding[1, -2:] = True
+    return padding
 
 
 def sources() -> tuple[Modality, Modality]:

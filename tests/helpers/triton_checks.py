@@ -40,8 +40,8 @@ def definition(operator: Operator, terms: Any, options: Any, grad_output: Tensor
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in terms]
     output = operator.reference(operator.terms(*leaves), options)
     wanted = [t for t in leaves if t is not None]
-    found = iter(torch.autograd.grad(output, wanted, grad_output.double()))
-    return [output.detach(), *(None if t is None else next(found) for t in leaves)]
+    gradients = iter(torch.autograd.grad(output, wanted, grad_output.double()))
+    return [output.detach(), *(None if t is None else next(gradients) for t in leaves)]
 
 
 def check(operator: Operator, terms: Any, options: Any, tolerance: float | None = None) -> None:
@@ -57,9 +57,9 @@ def check(operator: Operator, terms: Any, options: Any, tolerance: float | None 
     shape = operator.fake(terms, options)[0].shape
     random = torch.Generator().manual_seed(1)
     grad_output = torch.randn(shape, generator=random, dtype=torch.float64).to(DEVICE, dtype)
-    found = results_and_gradients(operator, terms, options, grad_output)
+    actual = results_and_gradients(operator, terms, options, grad_output)
     expected = definition(operator, terms, options, grad_output)
-    for name, ours, theirs in zip(("output", *operator.terms._fields), found, expected):
+    for name, ours, theirs in zip(("output", *operator.terms._fields), actual, expected):
         if theirs is None:
             assert ours is None
             continue

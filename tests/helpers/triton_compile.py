@@ -44,7 +44,7 @@ def everywhere(
         return meta(B, *size, M, d).permute(0, 3, 1, 2, 4)
 
     def make() -> tuple[Operator, Any, Any]:
-        content, row, column, key = (each == "1" for each in present)
+        content, row, column, key = (flag == "1" for flag in present)
         terms = Terms(
             heads(queries) if content else None,
             heads(keys) if content else None,
@@ -69,10 +69,10 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both",
         capability: Of the device, 80 for 8.0: tiles may depend on it.
     """
     results = operator.fake(terms, options)
-    serving = next(each for each in operator.table if each.name == triton_launch.NAME)
+    serving = next(backend for backend in operator.table if backend.name == triton_launch.NAME)
     needs = [term is not None for term in terms]
     device = divmod(capability, 10)
-    with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as found:
+    with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as recorded:
         if reason := backends.refusal(serving, terms, options, passes != "forward"):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
@@ -82,7 +82,7 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both",
             grad = torch.empty_like(results[0])
             wanted = needs if serving.allocates else operator._gradients(terms, needs)
             serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, wanted)))
-    return found
+    return recorded
 
 
 def variant(launch: Launch) -> Variant:
@@ -115,12 +115,12 @@ def variant(launch: Launch) -> Variant:
     return Variant(kernel.__name__, tuple(signature), tuple(constants), tuple(divisible), options)
 
 
-def variants(found: Iterable[Launch]) -> dict[Variant, Any]:
+def variants(recorded: Iterable[Launch]) -> dict[Variant, Any]:
     """Return the distinct variants and their kernels."""
-    return {variant(launch): launch.kernel for launch in found}
+    return {variant(launch): launch.kernel for launch in recorded}
 
 
-def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, int]:
+def compiled(compilation: Variant, kernel: Any, capability: int) -> dict[str, int]:
     """Compile for ``sm_<capability>``.
 
     Returns:
@@ -131,11 +131,11 @@ def compiled(each: Variant, kernel: Any, capability: int) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    hints = {(number,): [["tt.divisibility", 16]] for number in each.divisible}
-    source = ASTSource(kernel, dict(each.signature), dict(each.constants), hints)
+    hints = {(number,): [["tt.divisibility", 16]] for number in compilation.divisible}
+    source = ASTSource(kernel, dict(compilation.signature), dict(compilation.constants), hints)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(each.options))
+        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(compilation.options))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -164,10 +164,10 @@ def _spills_in_loops(code: str) -> int:
 def stacks(binary: str | Path) -> dict[str, int]:
     """Return the bytes of stack per thread of each kernel in a binary, where spilled registers are kept."""
     usage = _cuobjdump("-res-usage", binary)
-    found: dict[str, int] = {}
+    largest: dict[str, int] = {}
     for name, size in re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+)", usage):
-        found[name] = max(found.get(name, 0), int(size))  # of all architectures
-    return found
+        largest[name] = max(largest.get(name, 0), int(size))  # of all architectures
+    return largest
 
 
 def _cuobjdump(*arguments: str | Path) -> str:
