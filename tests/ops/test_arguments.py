@@ -24,8 +24,8 @@ def test_scale_is_a_finite_number(operator, scale):
 
 def test_a_whole_number_is_a_scale():
     function, arguments, options = EXAMPLES["window_attention"]
-    found = function(*arguments, **options, scale=2)
-    torch.testing.assert_close(found, function(*arguments, **options, scale=2.0), rtol=0, atol=0)
+    output = function(*arguments, **options, scale=2)
+    torch.testing.assert_close(output, function(*arguments, **options, scale=2.0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("operator", ["deform_conv2d", "deform_conv1d", "window_attention"])

@@ -88,9 +88,9 @@ def test_a_forced_backend_computes_the_gradient_too(name, monkeypatch):
     choose = backends.choose
 
     def spy(name, table, terms, options, backward=False):
-        found = choose(name, table, terms, options, backward)
-        seen.append((found.name, backward))
-        return found
+        chosen = choose(name, table, terms, options, backward)
+        seen.append((chosen.name, backward))
+        return chosen
 
     monkeypatch.setattr(backends, "choose", spy)
     with backend("torch"):

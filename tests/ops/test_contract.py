@@ -41,11 +41,11 @@ def results(some: Example) -> dict[str, Tensor]:
     return differentiate(some.call, some.leaves())
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        assert found[name].shape == wanted.shape, name
-        assert relative_error(found[name].cpu(), wanted.cpu()) <= bound, name
+        assert actual[name].shape == wanted.shape, name
+        assert relative_error(actual[name].cpu(), wanted.cpu()) <= bound, name
 
 
 @contextmanager
@@ -71,10 +71,10 @@ def test_results_are_the_references(name, size, dtype, device):
     )
     with ops.backend("reference"):
         expected = results(exact)
-    found = results(some)
-    assert found["output"].dtype == dtype
-    assert all(found[n].dtype == t.dtype for n, t in some.floats().items())
-    assert_close(found, expected, BOUNDS[dtype])
+    actual = results(some)
+    assert actual["output"].dtype == dtype
+    assert all(actual[n].dtype == t.dtype for n, t in some.floats().items())
+    assert_close(actual, expected, BOUNDS[dtype])
 
 
 @every_device
@@ -153,13 +153,13 @@ def test_autocast(name, device):
     some = example(name, device=device)
     expected = results(some)
     with torch.autocast(device, torch.bfloat16):
-        found = results(some)
+        actual = results(some)
         first = next(iter(some.floats()))
         assert some.call(**{**some.tensors, first: some.tensors[first].bfloat16()}).dtype == torch.bfloat16
-    assert found.pop("output").dtype == torch.bfloat16
-    assert all(gradient.dtype == torch.float32 for gradient in found.values())
+    assert actual.pop("output").dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in actual.values())
     expected.pop("output")
-    assert_close(found, expected, 3e-2)
+    assert_close(actual, expected, 3e-2)
 
 
 @pytest.mark.sampled(9, every_value=False)
@@ -211,8 +211,8 @@ def test_onnx_runtime_gives_the_same(name, tmp_path):
     tensors, file = tuple(some.tensors.values()), tmp_path / "layer.onnx"
     torch.onnx.export(Layer(some).eval(), tensors, file, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {node.name: t.numpy() for node, t in zip(session.get_inputs(), tensors)})
-    torch.testing.assert_close(torch.from_numpy(found), Layer(some)(*tensors), rtol=1e-5, atol=1e-5)
+    (output,) = session.run(None, {node.name: t.numpy() for node, t in zip(session.get_inputs(), tensors)})
+    torch.testing.assert_close(torch.from_numpy(output), Layer(some)(*tensors), rtol=1e-5, atol=1e-5)
 
 
 def _every_second(t: Tensor) -> Tensor:
@@ -254,11 +254,11 @@ def test_views_give_what_copies_give(name, layout, backend, device):
     before = {n: t.clone() for n, t in views.items()}
     leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in views.items()}
     if backend == "first":
-        found = differentiate(some.call, leaves)
+        actual = differentiate(some.call, leaves)
     else:
         with ops.backend(backend):
-            found = differentiate(some.call, leaves)
-    assert_close(found, results(copies), 1e-12)
+            actual = differentiate(some.call, leaves)
+    assert_close(actual, results(copies), 1e-12)
     assert all(torch.equal(t, before[n]) for n, t in views.items())
 
 
@@ -330,8 +330,8 @@ def test_only_wanted_gradients(name, device):
     expected = results(some)
     for wanted in some.floats():
         leaves = {n: t.detach().clone().requires_grad_(n == wanted) for n, t in some.tensors.items()}
-        found = differentiate(some.call, leaves)
-        assert_close(found, {n: expected[n] for n in ("output", wanted)}, 1e-12)
+        actual = differentiate(some.call, leaves)
+        assert_close(actual, {n: expected[n] for n in ("output", wanted)}, 1e-12)
     with torch.no_grad():
         assert not some.call(**some.leaves()).requires_grad
 
@@ -339,14 +339,14 @@ def test_only_wanted_gradients(name, device):
 @every_example
 def test_threads_change_nothing(name):
     some = example(name, "large")
-    found = []
+    by_threads = []
     for number in (1, 2, 3):
         with threads(number):
-            found.append(results(some))
+            by_threads.append(results(some))
     # Products of matrices are PyTorch's, which sums in another order with more threads.
     bound = 1e-6 if name.startswith(("criss_cross", "deform_conv")) else 0
-    for other in found[1:]:
-        assert_close(other, found[0], bound)
+    for other in by_threads[1:]:
+        assert_close(other, by_threads[0], bound)
 
 
 @every_device

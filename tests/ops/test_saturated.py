@@ -119,9 +119,9 @@ def check(operator, make, keys: int, size: float, dtype: torch.dtype, backend: s
         tensors = {name: t.to(device, dtype) for name, t in terms.items()}
         call = partial(function, **options)
         exact = differentiate("reference", torch.float64, tensors, call)
-        for found, by in ((ours, backend), (plain, "reference")):
+        for errors, by in ((ours, backend), (plain, "reference")):
             for name, gradient in differentiate(by, dtype, tensors, call).items():
-                found[name] = max(found[name], float((gradient - exact[name]).abs().max()))
+                errors[name] = max(errors[name], float((gradient - exact[name]).abs().max()))
                 sizes[name] = max(sizes[name], float(exact[name].abs().max()))
     for name in ours:
         allowed = 3 * max(plain[name], LEAST * torch.finfo(dtype).eps * sizes[name])

@@ -45,8 +45,8 @@ def test_without_the_headers_of_python(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", "gcc")
     assert triton_launch._no_compiler.__wrapped__() is None
     monkeypatch.setattr(triton_launch.sysconfig, "get_path", lambda name: str(tmp_path))
-    found = triton_launch._no_compiler.__wrapped__()
-    assert found == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
+    reason = triton_launch._no_compiler.__wrapped__()
+    assert reason == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
 
 
 @pytest.mark.slow
@@ -74,8 +74,8 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
 def test_an_old_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    found = triton_launch._too_old.__wrapped__(0)
-    assert found == "Triton needs compute capability 8.0, and the device has 7.5"
+    reason = triton_launch._too_old.__wrapped__(0)
+    assert reason == "Triton needs compute capability 8.0, and the device has 7.5"
 
 
 def test_no_device(monkeypatch):
@@ -84,9 +84,9 @@ def test_no_device(monkeypatch):
 
 
 def test_recorded_launches_are_not_done():
-    with triton_launch.recorded() as found:
+    with triton_launch.recorded() as recorded:
         triton_launch.launch("kernel", (2,), torch.zeros(1), 3, BLOCK=16)
-    assert [(each.kernel, each.grid, each.constants) for each in found] == [("kernel", (2,), {"BLOCK": 16})]
+    assert [(launch.kernel, launch.grid, launch.constants) for launch in recorded] == [("kernel", (2,), {"BLOCK": 16})]
     assert not triton_launch.recording()
 
 

@@ -37,8 +37,8 @@ def calls():
                 yield criss_cross.ATTEND, (maps(d), maps(d), maps(d), None), (0.5, True)
 
 def run():
-    found = []
-    with idle_device(lambda *args: found.append(shown(*args))):
+    recorded = []
+    with idle_device(lambda *args: recorded.append(shown(*args))):
         for operator, terms, options in calls():
             terms, options = operator.terms(*terms), operator.options(*options)
             needs = [term is not None for term in terms]
@@ -47,13 +47,12 @@ def run():
                 results = results if isinstance(results, tuple) else (results,)
                 kept = [results[n] for n in operator._kept]
                 operator._backward(torch.ones_like(results[0]), *terms, *kept, *options, needs)
-        print(len(found), "launches of", len(triton_launch._compiled), "variants")
-        assert len(found) > 300 and (len(triton_launch._compiled) > 40) == triton_launch._launches_are_known()
-    return found
+        print(len(recorded), "launches of", len(triton_launch._compiled), "variants")
+        assert len(recorded) > 300 and (len(triton_launch._compiled) > 40) == triton_launch._launches_are_known()
+    return recorded
 
 def shown(x, y, z, stream, kernel, _, *rest):
-    values = [(each.dtype, each.shape, each.stride(), each.data_ptr() % 16) if torch.is_tensor(each) else each
-              for each in rest[3:]]
+    values = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) if torch.is_tensor(t) else t for t in rest[3:]]
     return (x, y, z), stream, kernel[0].__name__, kernel[1], values
 
 ours = run()

@@ -49,9 +49,9 @@ def test_a_scale_of_0(logits):
     expected = reference.criss_cross_attention(*terms, 0.0)
     wanted = torch.autograd.grad(expected.square().sum(), given(*terms))
     with deterministic_mode():
-        found = criss_cross_attention(*terms, scale=0.0)
-        gradients = torch.autograd.grad(found.square().sum(), given(*terms))
-    torch.testing.assert_close(found, expected)
+        output = criss_cross_attention(*terms, scale=0.0)
+        gradients = torch.autograd.grad(output.square().sum(), given(*terms))
+    torch.testing.assert_close(output, expected)
     torch.testing.assert_close(gradients, wanted)
 
 
@@ -70,12 +70,12 @@ def test_mmcv_agrees():
 def test_probabilities_are_the_weights():
     terms = operands(grad=False)
     H, W = terms[2].shape[2:4]
-    found = reference.criss_cross_probabilities(*terms, 0.3)
+    probabilities = reference.criss_cross_probabilities(*terms, 0.3)
     weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3, False)[1]
-    torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
-    torch.testing.assert_close(weights[..., :H], found[..., :H])
-    torch.testing.assert_close(weights[..., products.aligned(H) :][..., :W], found[..., H:])
-    assert not found[..., :H].diagonal(dim1=2, dim2=4).any()
+    torch.testing.assert_close(probabilities.sum(-1), torch.ones_like(probabilities[..., 0]))
+    torch.testing.assert_close(weights[..., :H], probabilities[..., :H])
+    torch.testing.assert_close(weights[..., products.aligned(H) :][..., :W], probabilities[..., H:])
+    assert not probabilities[..., :H].diagonal(dim1=2, dim2=4).any()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,9 +105,9 @@ def test_the_own_entry_of_the_column_is_not_read(number):
     other = position.detach().clone()
     other[..., :3].diagonal(dim1=2, dim2=4).fill_(number)
     other.requires_grad_()
-    found = criss_cross_attention(query, key, value, other)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    gradient = torch.autograd.grad(found.square().sum(), other)[0]
+    output = criss_cross_attention(query, key, value, other)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    gradient = torch.autograd.grad(output.square().sum(), other)[0]
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), position)[0])
     assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
 
@@ -119,12 +119,12 @@ def test_opcheck_of_what_is_kept(recompute, logits):
     terms = operands((4, 9), logits, batch=1, heads=2, dtype=torch.float32)
     torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
     output, *kept = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5, recompute)
-    assert [each.numel() > 0 for each in kept] == [not recompute, recompute]
+    assert [t.numel() > 0 for t in kept] == [not recompute, recompute]
     needs = [t is not None for t in terms]
     detached = [None if t is None else t.detach() for t in terms]
     torch.library.opcheck(
         torch.ops.attn_plugins.criss_cross_attention_backward,
-        (torch.randn_like(output), *detached, *(each.detach() for each in (output, *kept)), 0.5, recompute, needs),
+        (torch.randn_like(output), *detached, *(t.detach() for t in (output, *kept)), 0.5, recompute, needs),
     )
 
 
@@ -136,9 +136,9 @@ def test_logits_of_half_precision_are_not_rounded(device):
     query[..., :] = torch.tensor([44.0, 1.0])
     key[..., 0, :], key[..., 1, :] = torch.tensor([44.0, 0.0]), torch.tensor([44.0, 1.0])
     value[..., 1, :] = 1
-    found = criss_cross_attention(query, key, value)
-    expected = torch.full_like(found, 1 / (1 + math.exp(-1)))
-    torch.testing.assert_close(found, expected)
+    output = criss_cross_attention(query, key, value)
+    expected = torch.full_like(output, 1 / (1 + math.exp(-1)))
+    torch.testing.assert_close(output, expected)
 
 
 def test_projections_are_read_in_few_products():

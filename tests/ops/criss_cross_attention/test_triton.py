@@ -70,10 +70,10 @@ def test_extreme_logits(dtype):
     key[:, :, :, 0] *= 2  # column 0 of the own row, and of column 0 all
     value = randn(1, 1, 2, 2, 3, dtype=dtype)
     with backend("triton"):
-        found = criss_cross_attention(query, key, value)
-    torch.testing.assert_close(found[:, :, :, 1], value[:, :, :, 0])
+        output = criss_cross_attention(query, key, value)
+    torch.testing.assert_close(output[:, :, :, 1], value[:, :, :, 0])
     mean = value[:, :, :, 0].mean(2, keepdim=True).expand(1, 1, 2, 3)
-    torch.testing.assert_close(found[:, :, :, 0], mean, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(output[:, :, :, 0], mean, rtol=1e-2, atol=1e-2)
 
 
 def test_views_are_read_in_place():
@@ -111,17 +111,17 @@ def test_gradients_of_every_kind_alone():
     for n, expected in enumerate(every):
         leaves = [t.detach().requires_grad_(n == m) for m, t in enumerate(arguments[:3])]
         with backend("triton"):
-            found = torch.autograd.grad(criss_cross_attention(*leaves), leaves[n], grad_output)[0]
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+            gradient = torch.autograd.grad(criss_cross_attention(*leaves), leaves[n], grad_output)[0]
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("batch, d, dv", [(0, 4, 5), (1, 4, 0)])
 def test_nothing_in_an_axis(batch, d, dv):
     arguments = terms((2, 2), batch=batch, d=d, dv=dv)
     grad_output = torch.randn_like(arguments.value)
-    found = results(arguments, grad_output, RECOMPUTE.scale)
+    actual = results(arguments, grad_output, RECOMPUTE.scale)
     expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
-    for ours, theirs in zip(found, expected):
+    for ours, theirs in zip(actual, expected):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-2, atol=1e-3)
 
 
@@ -145,8 +145,8 @@ def test_forward_and_backward_by_different_backends(dtype, first, second, keeps_
     with backend(first):
         output, *kept = ATTEND._forward(*arguments, *RECOMPUTE)
     with backend(second):
-        found = output if keeps_output else None
-        grads = ATTEND._backward(grad_output, *arguments, found, *kept, *RECOMPUTE, [True] * 3 + [False])
+        kept_output = output if keeps_output else None
+        grads = ATTEND._backward(grad_output, *arguments, kept_output, *kept, *RECOMPUTE, [True] * 3 + [False])
     expected = definition(ATTEND, arguments, RECOMPUTE, grad_output)
     for ours, theirs in zip((output, *grads[:3]), expected):
         assert (ours.double() - theirs).norm() < TOLERANCES[dtype] * theirs.norm()
@@ -178,8 +178,8 @@ def test_refusals():
         for d in (0, 257):
             refused = triton_criss_cross.refuses(terms((1, 1), d=d), RECOMPUTE)
             assert refused == f"its kernels take widths of query and key from 1 to 256, got {d}"
-        found = triton_criss_cross.refuses(Terms(many, many, many, None), RECOMPUTE)
-        assert found == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
+        refused = triton_criss_cross.refuses(Terms(many, many, many, None), RECOMPUTE)
+        assert refused == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
 
 
 def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypatch):
@@ -232,12 +232,12 @@ def test_compiled_in_one_graph():
     with backend("triton"):
         compiled = torch.compile(lambda *tensors: criss_cross_attention(*tensors), fullgraph=True, backend="aot_eager")
         output = compiled(*leaves)
-        found = [output, *torch.autograd.grad(output, leaves, grad_output)]
-    for ours, theirs in zip(found, expected):
+        actual = [output, *torch.autograd.grad(output, leaves, grad_output)]
+    for ours, theirs in zip(actual, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     unforced = compiled(*leaves)  # what the graph keeps it keeps, whoever serves
-    found = torch.autograd.grad(unforced, leaves, grad_output)
-    torch.testing.assert_close(found, tuple(expected[1:]), rtol=1e-2, atol=5e-3)
+    gradients = torch.autograd.grad(unforced, leaves, grad_output)
+    torch.testing.assert_close(gradients, tuple(expected[1:]), rtol=1e-2, atol=5e-3)
 
 
 def test_opcheck():
@@ -262,12 +262,12 @@ def call(H, W, d, dtype=torch.float16):
     return lambda: (ATTEND, terms, Options(1.0, True))
 
 for d in (32, 24, 5):
-    found = [compiled_variants(call(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
-    assert len(found[0]) == 8
-    assert all(each == found[0] for each in found)
+    first, *others = [compiled_variants(call(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
+    assert len(first) == 8
+    assert all(other == first for other in others)
 
-for each, kernel in variants(launches(*call(97, 97, 64)(), passes="forward")).items():
-    assert compiled(each, kernel, 90)["stack"] == 0
+for variant, kernel in variants(launches(*call(97, 97, 64)(), passes="forward")).items():
+    assert compiled(variant, kernel, 90)["stack"] == 0
 """
 
 
@@ -289,13 +289,13 @@ from tests.helpers.triton_compile import compiled, variants
 def meta(width, dtype=torch.float16):
     return torch.empty(1, 1, 5, 7, *width, dtype=dtype, device="meta")
 
-with backend("triton"), triton_launch.recorded((9, 0)) as found:
+with backend("triton"), triton_launch.recorded((9, 0)) as recorded:
     terms = Terms(meta([16]), meta([16]), meta([16]), None)
     sums, wanted = meta([], torch.float32), (meta([16]), meta([16]), None, None)
     grads = dict(zip(Terms._fields, wanted))
     triton_criss_cross.backward(meta([16]), terms, Options(1.0, True), meta([16]), meta([0]), sums, grads)
-for each, kernel in variants(found).items():
-    compiled(each, kernel, 90)
+for variant, kernel in variants(recorded).items():
+    compiled(variant, kernel, 90)
 """
 
 

@@ -48,3 +48,12 @@ def make(geometry: tuple, dtype=torch.float64, spread: float = 2.0, masked: bool
 
 def through_reference(input, offset, weight, bias, stride, padding, dilation, mask) -> Tensor:
     return reference.deform_conv2d(input, offset, weight, bias, mask, stride, padding, dilation)
+
+
+def gradients(function, operands: dict) -> list[Tensor]:
+    """Return the output and the gradients of the tensors, whose layouts and places stay as they are."""
+    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
+    leaves = {n: operands[n].detach().requires_grad_() for n in names}
+    output = function(**{**operands, **leaves})
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output))]

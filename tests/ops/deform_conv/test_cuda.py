@@ -12,7 +12,7 @@ from attn_plugins.ops import deform_conv2d
 from attn_plugins.ops.common import library
 from tests.helpers.cuda_checks import DTYPES, exact, on_cuda
 from tests.helpers.operator_checks import relative_error
-from tests.ops.deform_conv.operands import GEOMETRIES, make, through_reference
+from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, through_reference
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 cuda = pytest.mark.cuda
@@ -39,11 +39,11 @@ def test_the_binary_is_there():
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_reference(name, masked, dtype):
     operands = on_cuda(make(CASES[name], dtype=dtype, masked=masked))
-    expected = cuda_gradients(through_reference, exact(operands))
+    expected = gradients(through_reference, exact(operands))
     function = poisoned(deform_conv2d)
-    for tensor, (found, wanted) in enumerate(zip(cuda_gradients(function, operands), expected)):
-        assert found.dtype == dtype
-        assert relative_error(found, wanted) < DTYPES[dtype], f"result {tensor}"
+    for tensor, (result, wanted) in enumerate(zip(gradients(function, operands), expected)):
+        assert result.dtype == dtype
+        assert relative_error(result, wanted) < DTYPES[dtype], f"result {tensor}"
 
 
 def poisoned(function):
@@ -58,20 +58,12 @@ def poisoned(function):
     return run
 
 
-def cuda_gradients(function, operands: dict) -> list[Tensor]:
-    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
-    leaves = {n: operands[n].detach().requires_grad_() for n in names}
-    output = function(**{**operands, **leaves})
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output))]
-
-
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["channels last", "window", "transposed", "misaligned"])
 def test_layouts(layout, dtype):
     operands = on_cuda(make(CASES["vectors"], dtype=dtype))
-    expected = cuda_gradients(through_reference, exact(operands))
+    expected = gradients(through_reference, exact(operands))
     x = operands["input"]
     if layout == "channels last":
         operands["input"] = x.to(memory_format=torch.channels_last)
@@ -87,10 +79,10 @@ def test_layouts(layout, dtype):
     else:
         shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(2, 17, 23, 64).permute(0, 3, 1, 2)
         operands["input"] = shifted.copy_(x)
-    found = cuda_gradients(deform_conv2d, operands)
+    results = gradients(deform_conv2d, operands)
     last = layout in ("channels last", "misaligned")
-    assert found[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    for a, b in zip(found, expected):
+    assert results[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+    for a, b in zip(results, expected):
         assert relative_error(a, b) < DTYPES[dtype]
 
 
@@ -100,10 +92,8 @@ def test_layouts(layout, dtype):
 def test_any_block_size(name, pixels, monkeypatch):
     monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", pixels)
     operands = on_cuda(make(CASES[name], dtype=torch.float32))
-    for found, wanted in zip(
-        cuda_gradients(deform_conv2d, operands), cuda_gradients(through_reference, exact(operands))
-    ):
-        assert relative_error(found, wanted) < 1e-5
+    for result, wanted in zip(gradients(deform_conv2d, operands), gradients(through_reference, exact(operands))):
+        assert relative_error(result, wanted) < 1e-5
 
 
 @cuda
@@ -119,8 +109,8 @@ def test_input_gradient_by_either_kernel(name, spread, scatter, dtype, monkeypat
     }
     operands = on_cuda(make(cases[name], dtype=dtype))
     operands["offset"] *= spread
-    wanted = cuda_gradients(through_reference, exact(operands))[1]
-    assert relative_error(cuda_gradients(poisoned(deform_conv2d), operands)[1], wanted) < DTYPES[dtype]
+    wanted = gradients(through_reference, exact(operands))[1]
+    assert relative_error(gradients(poisoned(deform_conv2d), operands)[1], wanted) < DTYPES[dtype]
 
 
 @cuda
@@ -129,7 +119,7 @@ def test_input_gradient_by_either_kernel(name, spread, scatter, dtype, monkeypat
 def test_far_offsets_read_zero(value, dtype):
     operands = on_cuda(make(GEOMETRIES["wide"], dtype=dtype))
     operands["offset"][:, ::2] = value
-    output, *grads = cuda_gradients(deform_conv2d, operands)
+    output, *grads = gradients(deform_conv2d, operands)
     bias = operands["bias"].view(1, -1, 1, 1)
     assert torch.equal(output, bias.expand_as(output))
     assert all(torch.isfinite(g).all() for g in grads)
@@ -167,9 +157,9 @@ def test_side_stream_and_graph():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_runs_where_its_input_is():
     operands = {k: v.to("cuda:1") if isinstance(v, Tensor) else v for k, v in make(CASES["vectors"]).items()}
-    found = cuda_gradients(deform_conv2d, operands)
-    assert all(t.device.index == 1 for t in found)
-    for a, b in zip(found, cuda_gradients(through_reference, exact(operands))):
+    results = gradients(deform_conv2d, operands)
+    assert all(t.device.index == 1 for t in results)
+    for a, b in zip(results, gradients(through_reference, exact(operands))):
         assert relative_error(a, b) < 1e-11
 
 
@@ -198,7 +188,7 @@ def test_memory(dtype):
     N, C, H, W = 16, 256, 64, 64
     operands = on_cuda(make((N, C, H, W, C, (3, 3), 1, 1, 1, 1, 1)), dtype)
     operands["bias"] = None
-    cuda_gradients(deform_conv2d, operands)  # cuBLAS allocates its workspace
+    gradients(deform_conv2d, operands)  # cuBLAS allocates its workspace
     buffer = C * 9 * N * H * W * dtype.itemsize
     leaves = {k: v.requires_grad_() if isinstance(v, Tensor) else v for k, v in operands.items()}
 

@@ -44,8 +44,8 @@ def test_equals_reference_however_it_is_cut(emulated, one_wave, case, dtype, tol
     input, offset, weight, mask = (tensors[i].to(dtype) for i in (0, 1, 2, 4))
     # Channels-last, so that moving 2048 channels does not dominate the time.
     input, grad = (t.to(dtype, memory_format=torch.channels_last) for t in (input, grad_output))
-    found = emulated.deform_conv2d(input, offset, weight, None, mask, *parameters)
-    assert error(found, expected) < tolerance
+    output = emulated.deform_conv2d(input, offset, weight, None, mask, *parameters)
+    assert error(output, expected) < tolerance
     results = emulated.deform_conv2d_backward(grad, input, offset, weight, mask, *parameters, True, True, True)
     for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
         assert error(result, gradient) < tolerance, name
@@ -56,8 +56,8 @@ def test_planes_however_they_are_cut(emulated, one_wave, B, size):
     """Contiguous maps of 1024 and of 256 pixels: products write the result directly."""
     tensors, parameters = problem(B=B, C=4, H=size, W=size, out=2048, kernel=2, padding=0, bias=False)
     expected = reference.deform_conv2d(*tensors, *map(tuple, parameters[:3]))
-    found = emulated.deform_conv2d(*(None if t is None else t.float() for t in tensors), *parameters)
-    assert error(found, expected) < 4e-6
+    output = emulated.deform_conv2d(*(None if t is None else t.float() for t in tensors), *parameters)
+    assert error(output, expected) < 4e-6
 
 
 def test_cuts_of_random_problems(emulated, device):

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_plugins.ops import backend, deform_conv1d, deform_conv2d
 from attn_plugins.ops.common import library
 from tests.helpers.operator_checks import relative_error
-from tests.ops.deform_conv.operands import GEOMETRIES, make, through_reference
+from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, through_reference
 
 try:
     import torchvision
@@ -43,14 +43,6 @@ def loops(input, offset, weight, bias, stride, padding, dilation, mask) -> Tenso
             total += float(weight[o, i, ky, kx]) * sample * (float(mask[b, tap, oy, ox]) if mask is not None else 1)
         output[b, o, oy, ox] = total
     return output
-
-
-def gradients(function, operands: dict, grad_seed: int = 1) -> list[Tensor]:
-    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
-    leaves = {n: operands[n].detach().clone(memory_format=torch.preserve_format).requires_grad_() for n in names}
-    output = function(**{**operands, **leaves})
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(grad_seed), dtype=torch.float64)
-    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output.dtype))]
 
 
 def test_the_binary_is_there() -> None:
@@ -87,8 +79,8 @@ def test_reference_has_the_same_gradients(name: str, masked: bool, kind: str) ->
     """The one of "torch" serves deterministic mode on GPUs, and computes one image's gradient after another."""
     operands = make(GEOMETRIES[name], masked=masked)
     with backend(kind):
-        found = gradients(deform_conv2d, operands)
-    for a, b in zip(found, gradients(through_reference, operands)):
+        results = gradients(deform_conv2d, operands)
+    for a, b in zip(results, gradients(through_reference, operands)):
         assert relative_error(a, b) < 1e-12
 
 

@@ -87,9 +87,9 @@ def test_equals_reference(emulated, blocks, case, dtype):
     grad_output = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().double()
     expected, gradients = expected_gradients(tensors, parameters, grad_output)
     cast = [None if t is None else t.to(dtype) for t in tensors]
-    found = emulated.deform_conv2d(*cast, *parameters)
-    assert found.dtype == dtype
-    assert error(found, expected) < TOLERANCE[dtype]
+    output = emulated.deform_conv2d(*cast, *parameters)
+    assert output.dtype == dtype
+    assert error(output, expected) < TOLERANCE[dtype]
     input, offset, weight, _, mask = cast
     results = emulated.deform_conv2d_backward(
         grad_output.to(dtype), input, offset, weight, mask, *parameters, True, True, True
@@ -110,8 +110,8 @@ def test_any_order_of_threads(emulated, monkeypatch, seed):
     gradients = emulated.deform_conv2d_backward(*arguments)
     monkeypatch.setenv("EMULATOR_SEED", str(seed))
     assert torch.equal(emulated.deform_conv2d(*tensors, *parameters), expected)
-    for found, gradient in zip(emulated.deform_conv2d_backward(*arguments), gradients):
-        assert error(found, gradient) < 1e-12
+    for shuffled, gradient in zip(emulated.deform_conv2d_backward(*arguments), gradients):
+        assert error(shuffled, gradient) < 1e-12
 
 
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
@@ -135,13 +135,13 @@ def test_channels_last_and_strided(emulated, blocks, dtype):
     expected = emulated.deform_conv2d(*plain, *parameters)
     for variant in (input.to(memory_format=torch.channels_last), padded[:, 1:17, 1:6, 1:8]):
         wide = torch.stack((offset, offset), -1)[..., 0]
-        found = emulated.deform_conv2d(variant, wide, weight, bias, mask.mT.contiguous().mT, *parameters)
+        output = emulated.deform_conv2d(variant, wide, weight, bias, mask.mT.contiguous().mT, *parameters)
         last = variant.is_contiguous(memory_format=torch.channels_last)
-        assert found.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-        assert torch.equal(found, expected)
+        assert output.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        assert torch.equal(output, expected)
         arguments = (weight, mask, *parameters, True, True, True)
         a = emulated.deform_conv2d_backward(expected, input, offset, *arguments)
-        b = emulated.deform_conv2d_backward(found, variant, wide, *arguments)
+        b = emulated.deform_conv2d_backward(output, variant, wide, *arguments)
         for x, y in zip(a, b):
             torch.testing.assert_close(x, y)
 
@@ -179,8 +179,8 @@ def test_borders_exactly(emulated):
     input_grid = torch.zeros(1, 8, 8, 8).double()
     input_grid[:, :, :4, :4] = input
     weight = torch.eye(8).double().view(8, 8, 1, 1)
-    found = emulated.deform_conv2d(input_grid, offset, weight, None, None, [1, 1], [0, 0], [1, 1], 1, 1)
-    assert error(found, reference.bilinear_samples(input_grid, y[None], x[None]).permute(0, 3, 1, 2)) < 1e-14
+    output = emulated.deform_conv2d(input_grid, offset, weight, None, None, [1, 1], [0, 0], [1, 1], 1, 1)
+    assert error(output, reference.bilinear_samples(input_grid, y[None], x[None]).permute(0, 3, 1, 2)) < 1e-14
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (8, 16), (1, 9)], ids=str)
@@ -190,10 +190,10 @@ def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, shape):
     (input, offset, weight, bias, mask), parameters = problem(H=shape[0], W=shape[1], B=2, C=8, spread=3)
     for row, column in ((0, 0), (-1, -1), (0, -1), (shape[0] // 2, shape[1] // 2)):
         input[0, :, row, column] = value
-    found = emulated.deform_conv2d(input, offset, weight, bias, mask, *parameters)
+    output = emulated.deform_conv2d(input, offset, weight, bias, mask, *parameters)
     expected = reference.deform_conv2d(input, offset, weight, bias, mask, *map(tuple, parameters[:3]))
     assert 0 < expected.isfinite().sum() < expected.numel()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -202,11 +202,11 @@ def test_a_map_that_no_sample_reaches_is_not_read(emulated, value, dtype):
     (input, offset, weight, bias, mask), parameters = problem(B=1, C=16)
     far = torch.full_like(offset, 1e4)
     tensors = [t.to(dtype) for t in (torch.full_like(input, value), far, weight, bias, mask)]
-    found = emulated.deform_conv2d(*tensors, *parameters)
-    assert torch.equal(found, tensors[3].view(1, -1, 1, 1).expand_as(found))
+    output = emulated.deform_conv2d(*tensors, *parameters)
+    assert torch.equal(output, tensors[3].view(1, -1, 1, 1).expand_as(output))
     arguments = [*tensors[:3], tensors[4], *parameters, True, True, True]
     for gradient in (1.0, float("inf")):
-        grads = emulated.deform_conv2d_backward(torch.full_like(found, gradient), *arguments)
+        grads = emulated.deform_conv2d_backward(torch.full_like(output, gradient), *arguments)
         assert not grads[0].any()
         if gradient == 1:
             assert not any(grad.any() for grad in grads)
@@ -233,7 +233,7 @@ def test_transposition(emulated, shape, dtype):
     matrices = wide[..., 1 : columns + 1]
     assert torch.equal(emulated.transposed(matrices, None, None), matrices.mT)
     scale, addend = torch.tensor(0.3).to(dtype), torch.randn(N, columns, rows).to(dtype)
-    found = emulated.transposed(matrices, addend, scale)
-    assert found.is_contiguous()
-    torch.testing.assert_close(found, torch.addcmul(addend, scale, matrices.mT))
+    result = emulated.transposed(matrices, addend, scale)
+    assert result.is_contiguous()
+    torch.testing.assert_close(result, torch.addcmul(addend, scale, matrices.mT))
     torch.testing.assert_close(emulated.transposed(matrices, None, scale), scale * matrices.mT)

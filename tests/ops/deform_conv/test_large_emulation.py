@@ -27,9 +27,9 @@ def test_deform_conv_reads_far_pixels(emulated):
     weight = torch.eye(8, C).half().view(8, C, 1, 1)
     offset = torch.full((1, 2, 2, 2), 0.5).half()
     input = images.permute(0, 3, 1, 2)
-    found = emulated.deform_conv2d(input, offset, weight, None, None, [step, step], [0, 0], [1, 1], 1, 1)
+    output = emulated.deform_conv2d(input, offset, weight, None, None, [step, step], [0, 0], [1, 1], 1, 1)
     pixels = images[0, corners[:, None], corners, :8].double().view(2, 2, 2, 2, 8).mean((1, 3)).permute(2, 0, 1)
-    torch.testing.assert_close(found[0].double(), pixels, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(output[0].double(), pixels, rtol=2e-3, atol=2e-3)
 
 
 def test_deformable_attention_reads_far_pixels(emulated):
@@ -41,5 +41,5 @@ def test_deformable_attention_reads_far_pixels(emulated):
     output = torch.full((1, 3, M * d), torch.nan).half()
     emulated.deformable_attention_forward_(value, locations.contiguous(), torch.ones(1, 3, M, 1), output, [H, W], [1])
     last, end = value[0, -2].flatten().double(), value[0, -1].flatten().double()
-    for found, expected in zip(output[0].double(), (last, (last + end) / 2, end)):
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+    for pixel, expected in zip(output[0].double(), (last, (last + end) / 2, end)):
+        torch.testing.assert_close(pixel, expected, rtol=2e-3, atol=2e-3)

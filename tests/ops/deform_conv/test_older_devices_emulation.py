@@ -32,5 +32,5 @@ def test_capability_8_0():
 def emulations() -> list[str]:
     """Return the other files of tests that use the emulator."""
     return sorted(
-        str(each) for each in Path(__file__).parents[1].glob("deform*/test_*emulation.py") if each != Path(__file__)
+        str(file) for file in Path(__file__).parents[1].glob("deform*/test_*emulation.py") if file != Path(__file__)
     )

@@ -49,6 +49,14 @@ def gradient_of(tensors, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
 
+def check(emulated, tensors, parameters) -> None:
+    """Compare the gradient of the input with the reference's."""
+    grad_output = gradient_of(tensors)
+    _, (expected, *_) = expected_gradients(tensors, parameters, grad_output)
+    gradient, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
+    assert error(gradient, expected) < 2e-6
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pixels", [None, "13"], ids=["own blocks", "blocks of 13 pixels"])
@@ -60,9 +68,9 @@ def test_equals_the_reference(emulated, monkeypatch, pixels, case, dtype):
     grad_output = gradient_of(tensors)
     _, gradients = expected_gradients(tensors, parameters, grad_output)
     results = input_gradient(emulated, tensors, parameters, grad_output, dtype)
-    for name, found, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
-        assert found.dtype == dtype
-        assert error(found, gradient) < TOLERANCE[dtype], name
+    for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
+        assert result.dtype == dtype
+        assert error(result, gradient) < TOLERANCE[dtype], name
 
 
 @pytest.mark.parametrize(
@@ -85,47 +93,34 @@ def test_sums_in_another_order_than_global_memory(emulated, monkeypatch, case):
 def test_fewer_channels_a_thread(emulated, monkeypatch, channels):
     monkeypatch.setenv("ATTN_PLUGINS_SCATTER", channels)
     tensors, parameters = problem(**CASES["four channels a thread"])
-    grad_output = gradient_of(tensors)
-    _, gradients = expected_gradients(tensors, parameters, grad_output)
-    found, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
-    assert error(found, gradients[0]) < 2e-6
+    check(emulated, tensors, parameters)
 
 
 @pytest.mark.parametrize("seed", range(2, 5))
 def test_any_order_of_threads(emulated, monkeypatch, seed):
     monkeypatch.setenv("EMULATOR_SEED", str(seed))
     tensors, parameters = problem(C=48, H=9, W=10, spread=3, out=4)
-    grad_output = gradient_of(tensors)
-    _, gradients = expected_gradients(tensors, parameters, grad_output)
-    found, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
-    assert error(found, gradients[0]) < 2e-6
+    check(emulated, tensors, parameters)
 
 
-def test_windows_follow_the_offsets(emulated):
+@pytest.mark.parametrize("down, across", [(9, -7), (-12, 15), (19, 0), (0, -23.5), (-20.5, -24.5)])
+def test_windows_follow_the_offsets(emulated, down, across):
     """All samples move by the same distance, to the other end of the map, or beyond its border."""
     tensors, parameters = problem(C=32, B=1, H=20, W=24, spread=0.2, out=4)
-    for down, across in ((9, -7), (-12, 15), (19, 0), (0, -23.5), (-20.5, -24.5)):
-        offset = tensors[1].clone()
-        offset[:, ::2] += down
-        offset[:, 1::2] += across
-        moved = (tensors[0], offset, *tensors[2:])
-        grad_output = gradient_of(tensors)
-        _, gradients = expected_gradients(moved, parameters, grad_output)
-        found, *_ = input_gradient(emulated, moved, parameters, grad_output, torch.float32)
-        assert error(found, gradients[0]) < 2e-6, (down, across)
+    tensors[1][:, ::2] += down
+    tensors[1][:, 1::2] += across
+    check(emulated, tensors, parameters)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e9, 3e38])
 def test_samples_that_are_nowhere_add_nothing(emulated, value):
     tensors, parameters = problem(C=32, B=1, out=4)
     tensors[1][:, ::4] = value
-    grad_output = gradient_of(tensors)
-    _, gradients = expected_gradients(tensors, parameters, grad_output)
-    found, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
-    assert error(found, gradients[0]) < 2e-6
+    check(emulated, tensors, parameters)
     tensors[1].fill_(value)
-    found, *_ = input_gradient(emulated, tensors, parameters, torch.full_like(grad_output, float("inf")), torch.float32)
-    assert not found.any()
+    infinite = torch.full_like(gradient_of(tensors), float("inf"))
+    gradient, *_ = input_gradient(emulated, tensors, parameters, infinite, torch.float32)
+    assert not gradient.any()
 
 
 def test_infinite_gradients_reach_their_own_pixels_alone(emulated):
@@ -133,11 +128,11 @@ def test_infinite_gradients_reach_their_own_pixels_alone(emulated):
     grad_output = gradient_of(tensors)
     grad_output[:, :, 0, :3] = float("inf")
     _, (expected, *_) = expected_gradients(tensors, parameters, grad_output)
-    found, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
-    assert torch.equal(found.isfinite(), expected.isfinite())
+    gradient, *_ = input_gradient(emulated, tensors, parameters, grad_output, torch.float32)
+    assert torch.equal(gradient.isfinite(), expected.isfinite())
     finite = expected.isfinite()
     assert 0 < finite.sum() < finite.numel()
-    assert error(found[finite], expected[finite]) < 2e-6
+    assert error(gradient[finite], expected[finite]) < 2e-6
 
 
 def test_tiles(emulated):

@@ -58,7 +58,7 @@ def by_loops(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor
                         for row in (top, top + 1):
                             for column in (left, left + 1):
                                 share = (1 - abs(y - row)) * (1 - abs(x - column))
-                                found = pixel(value[b, :, m], first, H, W, row, column)
-                                output[b, q, m] += weights[b, q, m, level, k] * share * found
+                                pixel_value = pixel(value[b, :, m], first, H, W, row, column)
+                                output[b, q, m] += weights[b, q, m, level, k] * share * pixel_value
                     first += H * W
     return output.flatten(2)

@@ -31,8 +31,8 @@ def test_definition(case, backend):
     value, locations, weights = operands(**CASES[case], grad=False)
     shapes = CASES[case].get("shapes", SHAPES)
     with ops.backend(backend):
-        found = deformable_attention(value, shapes, locations, weights)
-    torch.testing.assert_close(found, by_loops(value, shapes, locations, weights))
+        output = deformable_attention(value, shapes, locations, weights)
+    torch.testing.assert_close(output, by_loops(value, shapes, locations, weights))
 
 
 def by_grid_sample(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ def test_grid_sample_gives_the_same_with_its_gradients(case, dtype, device):
     torch.manual_seed(1)
     terms = operands(**CASES[case], dtype=dtype, device=device)
     shapes = CASES[case].get("shapes", SHAPES)
-    found = deformable_attention(terms[0], shapes, *terms[1:])
+    output = deformable_attention(terms[0], shapes, *terms[1:])
     expected = by_grid_sample(terms[0], shapes, *terms[1:])
-    torch.testing.assert_close(found, expected)
-    gradient = torch.randn_like(found)
+    torch.testing.assert_close(output, expected)
+    gradient = torch.randn_like(output)
     bound = 1e-12 if dtype == torch.float64 else 2e-5
-    pairs = zip(torch.autograd.grad(found, terms, gradient), torch.autograd.grad(expected, terms, gradient))
+    pairs = zip(torch.autograd.grad(output, terms, gradient), torch.autograd.grad(expected, terms, gradient))
     assert all(relative_error(a, b) < bound for a, b in pairs)
 
 
@@ -98,7 +98,7 @@ def test_points_that_differ_by_level(device):
     value, *_ = operands(device=device)
     locations = torch.rand(2, 6, 3, 5, 2, dtype=torch.float64, device=device)
     weights = torch.rand(2, 6, 3, 5, dtype=torch.float64, device=device)
-    found = deformable_attention(value, SHAPES, locations, weights, points)
+    output = deformable_attention(value, SHAPES, locations, weights, points)
     expected, row, point = 0, 0, 0
     for (H, W), count in zip(SHAPES, points):
         one = slice(point, point + count)
@@ -108,17 +108,17 @@ def test_points_that_differ_by_level(device):
                 maps, ((H, W),), locations[..., None, one, :], weights[..., None, one]
             )
         row, point = row + H * W, point + count
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_casts_the_value_alone(device):
     terms = operands(((3, 200),), queries=20, dtype=torch.float32, device=device)
     with torch.autocast(device, torch.bfloat16):
-        found = deformable_attention(terms[0], ((3, 200),), *terms[1:])
+        output = deformable_attention(terms[0], ((3, 200),), *terms[1:])
     rounded = terms[0].detach().bfloat16()
-    assert torch.equal(found, deformable_attention(rounded, ((3, 200),), *terms[1:]))
-    found.sum().backward()
+    assert torch.equal(output, deformable_attention(rounded, ((3, 200),), *terms[1:]))
+    output.sum().backward()
     assert all(t.grad.dtype == torch.float32 for t in terms)
 
 

@@ -69,11 +69,11 @@ def test_backward(emulated, case, dtype, wanted):
     gradient = torch.randn_like(output).bfloat16().double()
     expected = torch.autograd.grad(output, leaves, gradient)
     given = in_dtype(terms, dtype)
-    found = [torch.zeros_like(t, dtype=given[1].dtype) if n in wanted else None for n, t in enumerate(terms)]
-    emulated.deformable_attention_backward_(gradient.to(dtype), *given, *found, *options)
+    sums = [torch.zeros_like(t, dtype=given[1].dtype) if n in wanted else None for n, t in enumerate(terms)]
+    emulated.deformable_attention_backward_(gradient.to(dtype), *given, *sums, *options)
     for n in wanted:
         # Sums are in float32, whatever the dtype of the values.
-        assert error(found[n], expected[n]) < (TOLERANCE[dtype] if dtype == torch.float64 else 1e-5)
+        assert error(sums[n], expected[n]) < (TOLERANCE[dtype] if dtype == torch.float64 else 1e-5)
 
 
 def test_nan_reads_nothing(emulated):
@@ -106,10 +106,10 @@ def test_a_map_that_no_point_reaches_is_not_read(emulated, dtype):
     output = torch.ones_like(reference(terms, options), dtype=dtype)
     emulated.deformable_attention_forward_(value, locations, weights, output, *options)
     assert not output.any()
-    found = [torch.zeros_like(t, dtype=weights.dtype) for t in terms]
+    sums = [torch.zeros_like(t, dtype=weights.dtype) for t in terms]
     gradient = torch.full_like(output, float("inf"))
-    emulated.deformable_attention_backward_(gradient, value, locations, weights, *found, *options)
-    assert not found[0].any()
+    emulated.deformable_attention_backward_(gradient, value, locations, weights, *sums, *options)
+    assert not sums[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -74,8 +74,8 @@ def expected_gradients(terms, options, gradient):
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(gradients, case, dtype):
     call = problem(**CASES[case])
-    for found, expected in zip(gradients(*call, dtype), expected_gradients(*call)):
-        assert error(found, expected) < 1e-5
+    for result, expected in zip(gradients(*call, dtype), expected_gradients(*call)):
+        assert error(result, expected) < 1e-5
 
 
 def test_sums_in_another_order_than_global_memory(gradients, monkeypatch):
@@ -102,9 +102,9 @@ def test_nowhere_and_infinity(gradients):
     terms, options, gradient = problem(d=16)
     terms.locations[:, ::3] = float("nan")
     gradient[:, 1::50] = float("inf")
-    found, *_ = gradients(terms, options, gradient, torch.float32)
+    actual, *_ = gradients(terms, options, gradient, torch.float32)
     expected, *_ = expected_gradients(terms, options, gradient)
     finite = expected.isfinite()
     assert 0 < finite.sum() < finite.numel()
-    assert torch.equal(found.isfinite(), finite)
-    assert error(found[finite], expected[finite]) < 1e-5
+    assert torch.equal(actual.isfinite(), finite)
+    assert error(actual[finite], expected[finite]) < 1e-5

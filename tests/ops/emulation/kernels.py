@@ -79,9 +79,9 @@ def load(source: Path, folder: Path, arch: int = 900) -> None:
     torch.ops.load_library(str(library))
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """Return the norm of the difference relative to the norm of the expected tensor."""
-    return ((found.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
+    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
 
 
 def reserved(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -174,9 +174,9 @@ struct Machine {
       case Argument::kNumber:
         return uint64_t(a.number);
       case Argument::kRegister: {
-        const auto found = registers.find(a.name);
-        if (found == registers.end()) fail("asm: %s is read before it is written", a.name.c_str());
-        return found->second;
+        const auto entry = registers.find(a.name);
+        if (entry == registers.end()) fail("asm: %s is read before it is written", a.name.c_str());
+        return entry->second;
       }
       default: {  // {low, high}
         uint64_t packed = 0;
@@ -356,14 +356,14 @@ struct Machine {
 void ptx(const char* text, const Operand* operands, int count) {
   const Outside outside;
   static std::map<const void*, Program> programs;
-  auto found = programs.find(text);
-  if (found == programs.end()) found = programs.emplace(text, parse(text)).first;
+  auto program = programs.find(text);
+  if (program == programs.end()) program = programs.emplace(text, parse(text)).first;
   if (count > 32) fail("asm: more than 32 operands");
   Machine machine{operands, count, {}, {}};
   for (int i = 0; i < count; ++i) {
     machine.values[i] = operands[i].constraint[0] == '=' ? ~uint64_t(0) : operands[i].value;
   }
-  for (const Instruction& i : found->second) {
+  for (const Instruction& i : program->second) {
     if (i.guard.empty() || (machine.registers[i.guard] != 0) != i.negated) machine.step(i);
   }
   for (int i = 0; i < count; ++i) {

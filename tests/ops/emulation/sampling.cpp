@@ -1,4 +1,5 @@
-// The kernels of csrc/deform_conv/*.cuh, csrc/deformable_attention/*.cuh and csrc/common/transpose.cuh on CPU tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
+// The kernels of csrc/deform_conv/*.cuh, csrc/deformable_attention/*.cuh and csrc/common/transpose.cuh on CPU
+// tensors, as operators of attn_plugins_emulated with the schemas of schema.cpp.
 #include "cuda_emulator.h"  // first
 
 #include "deform_conv/cuda.cuh"
@@ -69,9 +70,9 @@ std::tuple<int64_t, int64_t, int64_t> tiles(std::vector<int64_t> sizes, int64_t 
   DeformConvGeometry g{};
   g.Ho = sizes[0], g.Wo = sizes[1], g.Kh = sizes[2], g.Kw = sizes[3];
   g.stride_h = g.stride_w = sizes[4], g.dilation_h = g.dilation_w = sizes[5];
-  ScatterTiles found;
-  if (!CudaKernels::choose_tiles(g, window_bytes, int(channels), &found)) return {0, 0, 0};
-  return {int64_t(1) << found.rows_log2, int64_t(1) << found.columns_log2, found.cells};
+  ScatterTiles chosen;
+  if (!CudaKernels::choose_tiles(g, window_bytes, int(channels), &chosen)) return {0, 0, 0};
+  return {int64_t(1) << chosen.rows_log2, int64_t(1) << chosen.columns_log2, chosen.cells};
 }
 
 }  // namespace

@@ -197,9 +197,9 @@ def test_an_error_names_its_line(faults):
         ("block_barrier", "tile[kThreads - 1 - threadIdx.x]"),
         ("foreign_mask", "(RIGHT || i != 3 ? low"),
     ):
-        with pytest.raises(RuntimeError) as found:
+        with pytest.raises(RuntimeError) as failure:
             getattr(faults, name)(torch.zeros(1024), numbers(), False)
-        number = int(re.search(r"faults\.cu:(\d+)\)", str(found.value)).group(1))
+        number = int(re.search(r"faults\.cu:(\d+)\)", str(failure.value)).group(1))
         assert text in lines[number - 1] or "tile[threadIdx.x] = x" in lines[number - 1]
 
 
@@ -215,11 +215,11 @@ __global__ void kernel(T* x) {  // a comment: "asm(
 void run() { kernel<float><<<(n + 1) / 2, 256, 0, stream>>>(f(x, y),
                                                             z); }
 """
-    found = translate(source)
-    assert found.count("\n") == source.count("\n")
-    assert "typedef T tile_type[32][32 + (sizeof(T) == 2 ? 2 : 1)];" in found
-    assert 'emulator::output("=r", x[0]), emulator::input("r", int(a::b ? 1 : 2))' in found
+    translated = translate(source)
+    assert translated.count("\n") == source.count("\n")
+    assert "typedef T tile_type[32][32 + (sizeof(T) == 2 ? 2 : 1)];" in translated
+    assert 'emulator::output("=r", x[0]), emulator::input("r", int(a::b ? 1 : 2))' in translated
     assert (
         "emulator::launch({dim3((n + 1) / 2), dim3(256), size_t(0), cudaStream_t(stream)}, kernel<float>, f(x, y),"
-        in found
+        in translated
     )

@@ -142,16 +142,16 @@ std::string source_line() {
                   static_cast<char*>(frames[i]) - 1 - static_cast<char*>(info.dli_fbase));
     command += offset;
   }
-  std::string found;
+  std::string place;
   FILE* lines = popen((command + " 2>/dev/null").c_str(), "r");
   for (char line[1000]; lines != nullptr && std::fgets(line, sizeof line, lines) != nullptr;) {
     const std::string text(line, std::strcspn(line, " (\n"));  // without "(discriminator 3)"
     const bool ours =
         text.empty() || text.find("/emulation/cuda_") != std::string::npos || text.back() == '?';
-    if (found.empty() && !ours) found = " (" + text + ")";
+    if (place.empty() && !ours) place = " (" + text + ")";
   }
   if (lines != nullptr) pclose(lines);
-  return found;
+  return place;
 }
 
 void run_block(unsigned block) {

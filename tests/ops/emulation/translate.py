@@ -21,7 +21,7 @@ OPENING, CLOSING = "([{", ")]}"
 def translate(source: str) -> str:
     """Return C++ code with the same line numbers as ``source``."""
     source = COMMENT.sub("", source)
-    source = SHARED.sub(lambda found: _same_lines(found.group(), _shared(found.group(1), found.group())), source)
+    source = SHARED.sub(lambda match: _same_lines(match.group(), _shared(match.group(1), match.group())), source)
     source = _replace_statements(source, ASM, _asm)
     return _replace_launches(source)
 
@@ -72,10 +72,10 @@ def split(text: str, separator: str) -> list[str]:
 def _replace_statements(text: str, head: re.Pattern, replacement) -> str:
     """Replace every ``head ... )`` by ``replacement`` of the text between its brackets."""
     done, at = "", 0
-    while found := head.search(text, at):
-        end = closing(text, found.end() - 1)
-        done += text[at : found.start()]
-        done += _same_lines(text[found.start() : end + 1], replacement(text[found.end() : end]))
+    while match := head.search(text, at):
+        end = closing(text, match.end() - 1)
+        done += text[at : match.start()]
+        done += _same_lines(text[match.start() : end + 1], replacement(text[match.end() : end]))
         at = end + 1
     return done + text[at:]
 
@@ -95,15 +95,15 @@ def _shared(declaration: str, whole: str) -> str:
     """Turn ``type name[extents], ...`` into references to arrays of the emulator."""
     parts = split(declaration, ",")
     others = []
-    while len(parts) > 1 and (found := DECLARATOR.match(parts[-1])):
-        others.insert(0, found.groups())
+    while len(parts) > 1 and (array := DECLARATOR.match(parts[-1])):
+        others.insert(0, array.groups())
         parts.pop()
-    found = VARIABLE.match(",".join(parts).strip())
-    assert found, f"cannot read the shared variable {declaration!r}"
-    kind, extents = ALIGNMENT.sub("", found["type"]).strip(), found["extents"]
+    first = VARIABLE.match(",".join(parts).strip())
+    assert first, f"cannot read the shared variable {declaration!r}"
+    kind, extents = ALIGNMENT.sub("", first["type"]).strip(), first["extents"]
     if re.search(r"\bextern\b", whole) or extents.replace(" ", "") == "[]":
-        return f"{kind}* {found['name']} = static_cast<{kind}*>(emulator::dynamic_shared());"
-    aligned = ALIGNMENT.search(found["type"])
+        return f"{kind}* {first['name']} = static_cast<{kind}*>(emulator::dynamic_shared());"
+    aligned = ALIGNMENT.search(first["type"])
 
     def reference(name: str, extents: str) -> str:
         type = f"{name}_type"
@@ -113,22 +113,22 @@ def _shared(declaration: str, whole: str) -> str:
             f"typedef {kind} {type}{extents}; static char {name}_key; {type}& {name} = *static_cast<{type}*>({memory});"
         )
 
-    return " ".join(reference(*one) for one in [(found["name"], extents), *others])
+    return " ".join(reference(*one) for one in [(first["name"], extents), *others])
 
 
 def _replace_launches(text: str) -> str:
     done, at = "", 0
-    while found := LAUNCH.search(text, at):
-        middle = text.index(">>>", found.end())
+    while match := LAUNCH.search(text, at):
+        middle = text.index(">>>", match.end())
         begin = text.index("(", middle)
         end = closing(text, begin)
-        configuration = [part.strip() for part in split(text[found.end() : middle], ",")]
+        configuration = [part.strip() for part in split(text[match.end() : middle], ",")]
         types = ("dim3", "dim3", "size_t", "cudaStream_t")
         configuration = [f"{type}({part})" for type, part in zip(types, configuration)]
         arguments = text[begin + 1 : end].strip()
         call = (
-            f"emulator::launch({{{', '.join(configuration)}}}, {found.group(1)}{', ' if arguments else ''}{arguments})"
+            f"emulator::launch({{{', '.join(configuration)}}}, {match.group(1)}{', ' if arguments else ''}{arguments})"
         )
-        done += text[at : found.start()] + _same_lines(text[found.start() : end + 1], call)
+        done += text[at : match.start()] + _same_lines(text[match.start() : end + 1], call)
         at = end + 1
     return done + text[at:]

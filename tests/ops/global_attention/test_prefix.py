@@ -64,16 +64,16 @@ def path(request):
 @pytest.mark.parametrize("terms", COMBINATIONS)
 def test_formula(terms, P, path):
     arguments = draw(terms, P)
-    found, expected = global_attention(**arguments, scale=0.7), by_concatenation(arguments, 0.7)
-    torch.testing.assert_close(found.expand_as(expected), expected)
+    output, expected = global_attention(**arguments, scale=0.7), by_concatenation(arguments, 0.7)
+    torch.testing.assert_close(output.expand_as(expected), expected)
 
 
 def test_a_query_that_no_place_has_a_key_for_sees_the_prefix():
     arguments = draw(P=2)
     arguments["row_logits"] = torch.full((1, 1, 1, 1, KEYS[0]), -math.inf, dtype=torch.float64)
-    found = global_attention(**arguments)
+    output = global_attention(**arguments)
     weights = (arguments["query"].flatten(2, 3) @ arguments["prefix_key"].mT).softmax(-1)
-    torch.testing.assert_close(found.flatten(2, 3), weights @ arguments["prefix_value"])
+    torch.testing.assert_close(output.flatten(2, 3), weights @ arguments["prefix_value"])
 
 
 @pytest.mark.parametrize("size, P, expected", [((14, 14), 1, (1, 1)), ((37, 37), 5, (2, 3)), ((2, 50), 3, (1, 3))])

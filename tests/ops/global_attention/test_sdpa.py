@@ -43,11 +43,11 @@ def test_content_alone_is_scaled_by_the_kernel(scale):
     query = query * 30
     assert explain(global_attention, query, key, value, scale=scale).serves == "sdpa"
     leaves = [t.requires_grad_() for t in (query, key, value)]
-    found = gradients(lambda a: global_attention(*a, scale=scale), leaves)
+    actual = gradients(lambda a: global_attention(*a, scale=scale), leaves)
     exact = [t.detach().double() for t in leaves]
     close(global_attention(*leaves, scale=scale), global_attention(*exact, scale=scale), torch.float16)
-    for actual, wanted in zip(found, gradients(lambda a: global_attention(*a, scale=scale), exact)):
-        assert (actual - wanted).norm() <= 0.03 * wanted.norm()  # PyTorch's backward rebuilds weights from their sum
+    for gradient, wanted in zip(actual, gradients(lambda a: global_attention(*a, scale=scale), exact)):
+        assert (gradient - wanted).norm() <= 0.03 * wanted.norm()  # PyTorch's backward rebuilds weights from their sum
 
 
 @pytest.mark.parametrize("folded_terms", [t for t in COMBINATIONS if any(t)])
@@ -108,8 +108,8 @@ def test_folding_of_heads_innermost_in_memory(innermost):
         with backend(name):
             output = global_attention(*terms, scale=0.2)
             results.append((output, *torch.autograd.grad(output, terms, grad)))
-    for found, expected in zip(*results):
-        torch.testing.assert_close(found, expected)
+    for ours, expected in zip(*results):
+        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
@@ -122,9 +122,9 @@ def test_folding_calls_what_cuda_offers():
         output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
         grads = {name: torch.empty_like(t) for name, t in zip(terms._fields, terms)}
         folding.forward(terms, SCALE, output, lse)
-        found = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
-        assert found.keys() == grads.keys()
-        fill(grads, found)
+        returned = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
+        assert returned.keys() == grads.keys()
+        fill(grads, returned)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
@@ -150,8 +150,8 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeyp
         assert not folding.is_flash(Terms(*(None if t is None else t.float() for t in terms)), SCALE)
         output, lse = torch.empty(2, 3, 3, 4, 8, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
         folding.forward(terms, SCALE, output, lse)
-        found = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, {})
-        assert [grad.shape for grad in found.values()] == [t.shape for t in terms if t is not None]
+        grads = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, {})
+        assert [grad.shape for grad in grads.values()] == [t.shape for t in terms if t is not None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -172,7 +172,7 @@ def test_flash_attention_takes_folded_terms(folded_terms, dtype, monkeypatch):
         shares, grad = weights(query, key, scale, lse), grad_output.float()
         slopes = shares * (grad @ value.float().mT - (grad * output.float()).sum(-1, keepdim=True)) * scale
         grads = slopes @ key.float(), slopes.mT @ query.float(), shares.mT @ grad
-        return tuple(each.to(value.dtype) for each in grads)
+        return tuple(gradient.to(value.dtype) for gradient in grads)
 
     arguments = make(folded_terms, d=8, dv=12, dtype=dtype)
     if arguments[4] is not None:
@@ -189,14 +189,14 @@ def test_flash_attention_takes_folded_terms(folded_terms, dtype, monkeypatch):
     grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
         folding.forward(terms, SCALE, output, lse)
-        found = folding.backward(grad_output, terms, SCALE, output, lse, {})
+        grads = folding.backward(grad_output, terms, SCALE, output, lse, {})
     exact = [None if t is None else t.detach().double().requires_grad_() for t in arguments]
     expected = reference.global_attention(*exact, 0.7)
     wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], grad_output.double())
     tolerance = 16 * torch.finfo(dtype).eps
     assert (output - expected).norm() <= tolerance * expected.norm()
     for name, gradient in zip((n for n, t in zip(Terms._fields, exact) if t is not None), wanted):
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+        assert (grads[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 @pytest.mark.cuda

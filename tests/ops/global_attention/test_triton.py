@@ -169,11 +169,11 @@ def test_nan_is_not_hidden():
 
 def test_log_sum_exp_is_that_of_the_other_backends():
     terms = make()
-    found = []
+    sums = []
     for name in ("triton", "torch"):
         with backend(name):
-            found.append(ATTEND._forward(*terms, *OPTIONS)[1])
-    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+            sums.append(ATTEND._forward(*terms, *OPTIONS)[1])
+    torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
 
 
 def test_some_gradients():
@@ -202,13 +202,13 @@ def test_empty_batches_and_widths():
 @interpreted
 def test_gradients_through_the_operator_twice():
     terms = [t.requires_grad_() for t in make(B=1, M=1, grid=(2, 3), keys=(2, 2), d=3, dv=2)]
-    found = []
+    gradients = []
     for name in ("triton", "reference"):
         with backend(name):
             output = global_attention(*terms[:3], **dict(zip(LOGITS, terms[3:])), scale=0.7)
             first = torch.autograd.grad(output.square().sum(), terms, create_graph=True)
-            found.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), terms)])
-    for ours, expected in zip(*found):
+            gradients.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), terms)])
+    for ours, expected in zip(*gradients):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -217,11 +217,11 @@ def test_prefix_keys():
     query, key, value, row, column, near = make(grid=(3, 4), keys=(4, 5))
     prefix = dict(prefix_key=randn(2, 2, 3, 8, seed=7), prefix_value=randn(2, 2, 3, 12, seed=8))
     for logits in (dict(row_logits=row, column_logits=column, key_logits=near), {}):
-        found = []
+        outputs = []
         for name in ("triton", "reference"):
             with backend(name):
-                found.append(global_attention(query, key, value, **logits, **prefix, scale=0.3))
-        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+                outputs.append(global_attention(query, key, value, **logits, **prefix, scale=0.3))
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_offsets_of_64_bits(monkeypatch):
@@ -245,7 +245,7 @@ def test_refusals():
 
 
 def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
-    assert [each.name for each in ATTEND.table][:2] == ["triton", "sdpa"]
+    assert [row.name for row in ATTEND.table][:2] == ["triton", "sdpa"]
     monkeypatch.setattr(triton_global.triton_launch, "refusal", lambda tensor: None)
     monkeypatch.setattr(folding, "refuses", lambda terms, options: None)
     words = "PyTorch's fused attention is faster without content"
@@ -289,7 +289,7 @@ for dtype in (torch.float32, torch.float16):
 everything = set()
 for W in range(1, 140):
     everything |= variants((7, 2 * W), (5, W))
-forwards = [each for each in everything if each.kernel == "forward"]
+forwards = [variant for variant in everything if variant.kernel == "forward"]
 assert len(forwards) <= 10, len(forwards)  # five widths of tiles, logits read one or eight at a time
 """,
         TRITON_INTERPRET="0",
@@ -302,9 +302,8 @@ def test_ahead_of_time(python, tmp_path):
         COMPILED
         + """
 from tests.helpers.triton_compile import compiled, launches, variants
-found = variants(launches(*everywhere(2, 4, (50, 84), (25, 42), 32, torch.bfloat16)()))
-for each, kernel in found.items():
-    row = compiled(each, kernel, 90)
+for variant, kernel in variants(launches(*everywhere(2, 4, (50, 84), (25, 42), 32, torch.bfloat16)())).items():
+    row = compiled(variant, kernel, 90)
     assert row["spills"] == 0 and row["shared"] <= 99 << 10, row
 """,
         TRITON_INTERPRET="0",
@@ -316,10 +315,10 @@ def test_large_tensors_have_offsets_of_64_bits(python):
     python(
         COMPILED
         + """
-for each in variants((4, 4), (4, 4)):
-    assert dict(each.constants)["LONG"] is False
-for each in compiled_variants(everywhere(1, 4, (2**13, 2**13), (4, 4), 32, torch.float16)):
-    assert dict(each.constants)["LONG"] is True, each
+for variant in variants((4, 4), (4, 4)):
+    assert dict(variant.constants)["LONG"] is False
+for variant in compiled_variants(everywhere(1, 4, (2**13, 2**13), (4, 4), 32, torch.float16)):
+    assert dict(variant.constants)["LONG"] is True, variant
 """,
         TRITON_INTERPRET="0",
     )

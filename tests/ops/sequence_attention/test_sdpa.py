@@ -49,8 +49,8 @@ def test_on_the_cpu(position, tiles):
     (grad_output,) = draw(output.shape, seed=1)
     expected, gradients = by_reference(leaves, grad_output)
     torch.testing.assert_close(output.float(), expected, atol=1e-2, rtol=1e-2)
-    for found, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
-        torch.testing.assert_close(found.float(), right, atol=2e-2, rtol=2e-2)
+    for gradient, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
+        torch.testing.assert_close(gradient.float(), right, atol=2e-2, rtol=2e-2)
 
 
 @needs_binary
@@ -67,8 +67,8 @@ def test_widths_that_are_not_contiguous(turned, tiles):
     output = sequence_attention(*leaves, scale=0.3)
     expected, gradients = by_reference(leaves, grad_output)
     torch.testing.assert_close(output.float(), expected, atol=2e-2, rtol=2e-2)
-    for found, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
-        torch.testing.assert_close(found.float(), right, atol=4e-2, rtol=4e-2)
+    for gradient, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
+        torch.testing.assert_close(gradient.float(), right, atol=4e-2, rtol=4e-2)
 
 
 @needs_binary
@@ -92,11 +92,11 @@ def test_log_sum_exps_are_those_of_our_kernels(tiles):
     position[0, 0, 0] = float("-inf")
     position[0, 0, 0, 2] = 0  # the sum of one key's weights is exactly 1, its logarithm 0
     terms, options = Terms(query, key, value, None, None, position), Options(None, 0, False, 0.3)
-    found = []
+    results = []
     for name in ("amx", "cpu"):
         with backend(name):
-            found.append(ATTEND._forward(*terms, *options))
-    (output, lse), (expected_output, expected) = found
+            results.append(ATTEND._forward(*terms, *options))
+    (output, lse), (expected_output, expected) = results
     assert lse[0, 0, 0] == 0
     assert (lse[:, :, 3] == float("inf")).all()
     torch.testing.assert_close(lse, expected, atol=1e-2, rtol=1e-2)
@@ -112,8 +112,8 @@ def test_one_backend_differentiates_another(backward, tiles):
         output = sequence_attention(*leaves, scale=0.3)
     (grad_output,) = draw(output.shape, seed=1)
     with backend(backward):
-        found = torch.autograd.grad(output, leaves, grad_output)
-    for one, right in zip(found, by_reference(leaves, grad_output)[1]):
+        grads = torch.autograd.grad(output, leaves, grad_output)
+    for one, right in zip(grads, by_reference(leaves, grad_output)[1]):
         torch.testing.assert_close(one.float(), right, atol=2e-2, rtol=2e-2)
 
 
@@ -123,9 +123,9 @@ def test_a_backward_without_the_output(tiles):
     terms, options = Terms(query, key, value, None, None, None), Options(None, 0, False, 0.3)
     output, lse = ATTEND._forward(*terms, *options)
     for kept in (output, None):
-        found = ATTEND._backward(grad, *terms, kept, lse, *options, [True, False, True, False, False, False])
-        assert found[1].numel() == 0
-        for one, right in zip(found[:3:2], by_reference([query, key, value], grad)[1][::2]):
+        grads = ATTEND._backward(grad, *terms, kept, lse, *options, [True, False, True, False, False, False])
+        assert grads[1].numel() == 0
+        for one, right in zip(grads[:3:2], by_reference([query, key, value], grad)[1][::2]):
             torch.testing.assert_close(one.float(), right, atol=2e-2, rtol=2e-2)
 
 
@@ -195,8 +195,8 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
         assert sdpa_sequence.refuses_cuda_backward(terms, options) is None
         output, lse = sdpa_sequence.forward_cuda(terms, options)
         expected = ATTEND.fake(terms, options)
-        for found, right in zip((output, lse), expected):
-            assert (found.shape, found.stride(), found.dtype) == (right.shape, right.stride(), right.dtype)
+        for result, right in zip((output, lse), expected):
+            assert (result.shape, result.stride(), result.dtype) == (right.shape, right.stride(), right.dtype)
         needs = dict.fromkeys(terms._fields, False) | dict(query=True, value=True)
         grads = sdpa_sequence.backward_cuda(torch.empty_like(output), terms, options, output, lse, needs)
         assert grads.keys() == {"query", "value"}
@@ -239,8 +239,8 @@ def test_flash_attention_is_explained_without_a_device():
     flash._has_flash.cache_clear()
     with FakeTensorMode():
         content = [torch.empty(1, 2, 4, 16, device="cuda", dtype=torch.float16)] * 3
-        found = explain(sequence_attention, *content).refusals["flash"]
-    assert found == "this device or build of torch has no flash attention"
+        reason = explain(sequence_attention, *content).refusals["flash"]
+    assert reason == "this device or build of torch has no flash attention"
 
 
 @pytest.mark.cuda
@@ -255,5 +255,5 @@ def test_on_cuda(T, S, d, dtype):
     expected, gradients = by_reference(leaves, grad_output)
     tolerance = 8 * torch.finfo(dtype).eps
     torch.testing.assert_close(output.float(), expected, atol=tolerance, rtol=tolerance)
-    for found, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
-        torch.testing.assert_close(found.float(), right, atol=tolerance * right.abs().max().item(), rtol=tolerance)
+    for gradient, right in zip(torch.autograd.grad(output, leaves, grad_output), gradients):
+        torch.testing.assert_close(gradient.float(), right, atol=tolerance * right.abs().max().item(), rtol=tolerance)

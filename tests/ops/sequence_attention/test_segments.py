@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import backend, explain, reference, sequence_attention
-from attn_plugins.ops.common import chunks
 from attn_plugins.ops.sequence_attention import sdpa as sdpa_sequence
 from attn_plugins.ops.sequence_attention.operands import Options
 from attn_plugins.ops.sequence_attention.sequence_attention import ATTEND
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton
-from tests.ops.sequence_attention.operands import ALL, TERMS, attend, gradients, operands, padding, taking
+from tests.ops.sequence_attention.operands import ALL, TERMS, attend, gradients, operands, padding
+from tests.ops.sequence_attention.test_sequence_attention import path  # noqa: F401
 from tests.ops.sequence_attention.test_triton import operands as triton_operands
 from tests.ops.sequence_attention.test_triton import small_tiles  # noqa: F401
 
@@ -36,28 +36,21 @@ def by_pairs(arguments, ids: Tensor, mask, start: int, causal: bool, scale: floa
     return reference.sequence_attention(query, key, value, band, outside, logits, mask, start, causal, scale)
 
 
-@pytest.fixture(params=["compiled", "plain", "plain, one query a chunk"])
-def path(request, monkeypatch):
-    if request.param == "plain, one query a chunk":
-        monkeypatch.setitem(chunks.WORKSPACE, "cpu", 1)
-    with taking(request.param):
-        yield request.param
-
-
+@pytest.mark.usefixtures("path")
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 2), (True, 0), (True, 1)])
 @pytest.mark.parametrize("terms", TERMS)
-def test_every_path_is_the_formula(terms, causal, start, masked, path):
+def test_every_path_is_the_formula(terms, causal, start, masked):
     torch.manual_seed(1)
     arguments = operands(terms, T=5, S=7, B=4, K=3, shared=True)
     mask = padding(4, 7) if masked else None
     for ids in (drawn(4, 7), drawn(2, 7, 4, seed=1), drawn(1, 7, 1)):
         expected = by_pairs(arguments, ids, mask, start, causal, 0.7)
-        found = attend(arguments, mask, start=start, causal=causal, scale=0.7, segment_ids=ids)
-        torch.testing.assert_close(found, expected)
+        output = attend(arguments, mask, start=start, causal=causal, scale=0.7, segment_ids=ids)
+        torch.testing.assert_close(output, expected)
         grad = torch.randn_like(expected)
-        for one, right in zip(gradients(found, arguments, grad), gradients(expected, arguments, grad)):
+        for one, right in zip(gradients(output, arguments, grad), gradients(expected, arguments, grad)):
             torch.testing.assert_close(one, right)
 
 
@@ -68,13 +61,13 @@ def test_sizes_around_blocks_and_vectors(dtype, T, S):
     arguments = operands((True, False, False, True), T=T, S=S, d=16, dv=16, dtype=dtype)
     exact = tuple(None if t is None else t.detach().double().requires_grad_() for t in arguments)
     ids = drawn(2, S, 2).sort(1).values
-    found = attend(arguments, segment_ids=ids, start=S - T, scale=0.25)
+    output = attend(arguments, segment_ids=ids, start=S - T, scale=0.25)
     with backend("reference"):
         expected = attend(exact, segment_ids=ids, start=S - T, scale=0.25)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-    grad = torch.randn_like(found)
-    for one, right in zip(gradients(found, arguments, grad), gradients(expected, exact, grad.double())):
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    grad = torch.randn_like(output)
+    for one, right in zip(gradients(output, arguments, grad), gradients(expected, exact, grad.double())):
         torch.testing.assert_close(one.double(), right, rtol=tolerance, atol=tolerance * (1 + right.abs().max().item()))
 
 

@@ -82,11 +82,11 @@ def test_reference_is_the_formula(terms, causal, start, shared, masked):
 def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
     """Compare output and gradients with the reference."""
     expected = define(arguments, mask, start=start or 0, **options)
-    found = attend(arguments, mask, start=start or 0, **options)
-    torch.testing.assert_close(found, expected, **(tolerance or {}))
+    output = attend(arguments, mask, start=start or 0, **options)
+    torch.testing.assert_close(output, expected, **(tolerance or {}))
     grad = torch.randn_like(expected)
     wanted = gradients(expected, arguments, grad)
-    for gradient, other in zip(gradients(found, arguments, grad), wanted):
+    for gradient, other in zip(gradients(output, arguments, grad), wanted):
         torch.testing.assert_close(gradient, other, **(tolerance or {}))
 
 
@@ -145,10 +145,10 @@ def test_outside_logits_may_be_a_number(number, path):
     arguments = operands((True, True, True, False), S=9, K=5)
     query, key, value, band, _, _ = arguments
     constant = torch.full((1, 1, 1), float(number), dtype=torch.float64)
-    found = sequence_attention(query, key, value, band_logits=band, outside_logits=number)
-    torch.testing.assert_close(found, define((query, key, value, band, constant, None)))
+    output = sequence_attention(query, key, value, band_logits=band, outside_logits=number)
+    torch.testing.assert_close(output, define((query, key, value, band, constant, None)))
     if number == 0:
-        assert torch.equal(found, sequence_attention(query, key, value, band_logits=band))
+        assert torch.equal(output, sequence_attention(query, key, value, band_logits=band))
 
 
 @pytest.mark.parametrize("K", [3, 5])  # few enough keys for a window, and too many
@@ -164,16 +164,16 @@ def test_minus_infinity_outside_limits_the_range(causal, start, shared, position
     expected = define(
         (query, key, value, band, nothing, logits), mask, start=start, causal=causal, scale=0.7
     )  # fmt: skip
-    found = sequence_attention(
+    output = sequence_attention(
         query, key, value, band_logits=band, outside_logits=-math.inf, position_logits=logits, causal=causal,
         key_padding_mask=mask, scale=0.7, start=start,
     )  # fmt: skip
-    torch.testing.assert_close(found, expected)
-    if not found.requires_grad:  # no query has a key
-        assert not found.any()
+    torch.testing.assert_close(output, expected)
+    if not output.requires_grad:  # no query has a key
+        assert not output.any()
         return
     grad = torch.randn_like(expected)
-    for one, other in zip(gradients(found, arguments, grad), gradients(expected, arguments, grad)):
+    for one, other in zip(gradients(output, arguments, grad), gradients(expected, arguments, grad)):
         torch.testing.assert_close(one, other)
 
 
@@ -258,13 +258,13 @@ def test_no_queries(outside):
     """No queries, also if the logits would broadcast."""
     value, mask = torch.randn(2, 1, 50, 4), torch.zeros(2, 50, dtype=torch.bool)
     band, position = torch.randn(2, 1, 0, 3), torch.randn(1, 1, 1, 50)
-    found = sequence_attention(
+    output = sequence_attention(
         None, None, value, band_logits=band, outside_logits=outside, causal=True, key_padding_mask=mask
     )
-    assert found.shape == (2, 1, 0, 4)
+    assert output.shape == (2, 1, 0, 4)
     with backend("reference"):
-        found = sequence_attention(None, None, value, band_logits=band, position_logits=position)
-    assert found.shape == (2, 1, 0, 4)
+        output = sequence_attention(None, None, value, band_logits=band, position_logits=position)
+    assert output.shape == (2, 1, 0, 4)
 
 
 def test_memory_is_that_of_the_arguments(path):

@@ -116,10 +116,10 @@ def test_gradients_of_windows_by_one_kernel(masked, shared, dtype, monkeypatch):
     how = options(padding(3, 14), 2, causal=True) if masked else options()
     ids = torch.arange(14, dtype=torch.int32, device=DEVICE).div(5, rounding_mode="floor").expand(1, 14)
     check(ATTEND, terms, how if masked else how._replace(segment_ids=ids.int().contiguous()))
-    with backend("triton"), triton_launch.recorded() as found:
+    with backend("triton"), triton_launch.recorded() as recorded:
         output, lse = ATTEND._forward(*terms, *how)
         ATTEND._backward(output, *terms, output, lse, *how, [term is not None for term in terms])
-    assert [launch.kernel.__name__ for launch in found] == ["attend", "differentiate_windows"]
+    assert [launch.kernel.__name__ for launch in recorded] == ["attend", "differentiate_windows"]
 
 
 def test_a_large_batch_shares_position_logits(monkeypatch, small_tiles):
@@ -174,9 +174,9 @@ def test_views(number, small_tiles):
 def test_an_expanded_gradient(small_tiles):
     terms = operands((True, False, False, False))
     shape = terms.query.shape[:3] + terms.value.shape[3:]
-    found = results_and_gradients(ATTEND, terms, options(), torch.ones(1, device=DEVICE).expand(shape))
+    results = results_and_gradients(ATTEND, terms, options(), torch.ones(1, device=DEVICE).expand(shape))
     wanted = results_and_gradients(ATTEND, terms, options(), torch.ones(shape, device=DEVICE))
-    for a, b in zip(found, wanted):
+    for a, b in zip(results, wanted):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
@@ -200,9 +200,9 @@ def test_only_wanted_gradients(small_tiles):
 def test_nothing_to_compute(present, dtype, B, M, T, dv):
     shared = (None, None, 0 if dtype == torch.float16 and B else None)
     terms = operands(present, B=B, M=M, T=T, dv=dv, dtype=dtype, shared=shared)
-    found = results_and_gradients(ATTEND, terms, options(), torch.zeros(B, M, T, dv, device=DEVICE, dtype=dtype))
-    assert found[0].shape == (B, M, T, dv)
-    assert all(not grad.any() for grad in found[1:] if grad is not None)
+    results = results_and_gradients(ATTEND, terms, options(), torch.zeros(B, M, T, dv, device=DEVICE, dtype=dtype))
+    assert results[0].shape == (B, M, T, dv)
+    assert all(not grad.any() for grad in results[1:] if grad is not None)
 
 
 def test_what_it_refuses_in_words():
@@ -259,10 +259,10 @@ def test_no_length_is_compiled_for(python):
         VARIANTS
         + """
 lengths = [(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n) for n in range(20)]
-found = [compiled_variants(lambda: call(*each)) for each in lengths]
-assert all(each == found[0] for each in found), [len(each) for each in found]
-assert len(found[0]) == 4
-every = set().union(*found)
+first, *others = [compiled_variants(lambda: call(*sizes)) for sizes in lengths]
+assert all(other == first for other in others), [len(first), *map(len, others)]
+assert len(first) == 4
+every = set(first)
 for n in range(1, 70):
     every |= compiled_variants(lambda: call(n, n % 7 + 1, 1 + 2 * (n % 5), n, B=n % 3 + 2, M=n % 4 + 1))
 assert len(every) == 6, len(every)
@@ -282,10 +282,10 @@ pairs, windows = (512, 512, None, False, "both"), (49, 49, None, False, "both")
 for T, S, K, causal, passes in ((200, 300, 21, True, "forward"), pairs, windows):
     for capability in (80, 90):
         recorded = launches(*call(T, S, K, 0, causal=causal), passes=passes, capability=capability)
-        for each, kernel in variants(recorded).items():
-            found = compiled(each, kernel, capability)
-            assert found["spills"] == 0, found
-            assert found["shared"] <= 99 * 1024, found
+        for variant, kernel in variants(recorded).items():
+            row = compiled(variant, kernel, capability)
+            assert row["spills"] == 0, row
+            assert row["shared"] <= 99 * 1024, row
 """
     )
     python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())

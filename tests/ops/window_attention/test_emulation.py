@@ -88,8 +88,8 @@ def expected_of(terms, geometry, grad_output, scale=0.3):
     """Output, log-sum-exp and gradients of the terms (None where there is none)."""
     leaves = [None if t is None else t.clone().requires_grad_() for t in terms]
     output = reference.window_attention(*leaves, *geometry._replace(scale=scale))
-    found = iter(torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output))
-    return output.detach(), [None if t is None else next(found) for t in leaves]
+    gradients = iter(torch.autograd.grad(output, [t for t in leaves if t is not None], grad_output))
+    return output.detach(), [None if t is None else next(gradients) for t in leaves]
 
 
 def compare(compute, terms, geometry, grad_output, dtype=torch.float32):
@@ -159,8 +159,8 @@ def test_any_order_of_threads(compute, monkeypatch, case, dtype, seed):
     arguments = [t.to(dtype) for t in terms], geometry, grad_output.to(dtype)
     expected, gradients = compute(*arguments)
     monkeypatch.setenv("EMULATOR_SEED", str(seed))
-    found, grads = compute(*arguments)
-    assert torch.equal(found, expected)
+    output, grads = compute(*arguments)
+    assert torch.equal(output, expected)
     assert all(torch.equal(a, b) for a, b in zip(grads, gradients))
 
 
@@ -262,10 +262,10 @@ def test_infinity_and_nan_reach_only_their_windows(compute, dtype, which, bad):
         spoilt[0, 0, 2, 3, 5] = bad
         expected, gradients = expected_of(terms, geometry, grad_output)
         output, grads = compute([t.to(dtype) for t in terms], geometry, grad_output.to(dtype))
-        for found, wanted in zip([output, *grads], [expected, *gradients]):
+        for result, wanted in zip([output, *grads], [expected, *gradients]):
             finite = wanted.isfinite()
-            torch.testing.assert_close(found.isfinite(), finite)
-            assert error(found[finite], wanted[finite]) < TOLERANCE[dtype]
+            torch.testing.assert_close(result.isfinite(), finite)
+            assert error(result[finite], wanted[finite]) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("large", [0, 1], ids=["query", "key"])

@@ -77,8 +77,8 @@ GEOMETRIES = [  # kernel, stride, padding, dilation
 def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, border):
     terms = operands((4, 5), kernel, logits, batch=1, heads=2, stride=stride, grad=False)
     expected = by_loops(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
-    found = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
-    torch.testing.assert_close(found, expected)
+    output = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.sampled(48)
@@ -97,9 +97,9 @@ def test_every_path_equals_the_reference(kernel, stride, padding, dilation, size
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, given(*terms), grad)
     with backend("torch") if path == "torch" else contextlib.nullcontext():
-        found = window_attention(*terms, kernel, **geometry, scale=0.3)
-        gradients = torch.autograd.grad(found, given(*terms), grad)
-    torch.testing.assert_close(found, expected)
+        output = window_attention(*terms, kernel, **geometry, scale=0.3)
+        gradients = torch.autograd.grad(output, given(*terms), grad)
+    torch.testing.assert_close(output, expected)
     for gradient, other in zip(gradients, wanted):
         torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
 
@@ -120,9 +120,9 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
     if size != (21, 1):  # as many queries as the geometry has
         arguments = (None, None, value, torch.randn(2, 3, size[1], size[0], K))
     expected = reference.window_attention(*arguments, kernel, (1, 1), padding, (1, 1), border == "zero", 1.0)
-    found = window_attention(*arguments, kernel, padding=padding, border=border)
-    assert 0 < found.isfinite().sum() < found.numel()
-    torch.testing.assert_close(found, expected, equal_nan=True)
+    output = window_attention(*arguments, kernel, padding=padding, border=border)
+    assert 0 < output.isfinite().sum() < output.numel()
+    torch.testing.assert_close(output, expected, equal_nan=True)
 
 
 @needs_kernel
@@ -145,8 +145,8 @@ def test_windows_far_beyond_the_map(geometry):
     with backend("reference"):
         expected = window_attention(*terms, 3, **geometry)
     torch.testing.assert_close(output, expected)
-    for found, other in zip(grads, torch.autograd.grad(expected.sum(), terms)):
-        torch.testing.assert_close(found, other)
+    for gradient, other in zip(grads, torch.autograd.grad(expected.sum(), terms)):
+        torch.testing.assert_close(gradient, other)
     assert "a row of 5" in explain(window_attention, *terms, 3, **geometry).refusals["cpu"]
 
 
@@ -180,8 +180,8 @@ def test_position_logits_are_dynamic_convolution(device):
     columns = torch.nn.functional.unfold(x, k, padding=1).view(B, M, C // M, k * k, H, W)
     expected = torch.einsum("bmcthw,bmhwt->bmchw", columns, logits.softmax(-1)).reshape(B, C, H, W)
     value = x.view(B, M, C // M, H, W).permute(0, 1, 3, 4, 2)
-    found = window_attention(None, None, value, logits, k, border="zero").permute(0, 1, 4, 2, 3).reshape(B, C, H, W)
-    torch.testing.assert_close(found, expected)
+    output = window_attention(None, None, value, logits, k, border="zero").permute(0, 1, 4, 2, 3).reshape(B, C, H, W)
+    torch.testing.assert_close(output, expected)
 
 
 def test_masked_windows_and_extreme_logits():
