@@ -21,7 +21,7 @@ if not torch.cuda.is_available():  # set before anything imports Triton, whose k
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-SAMPLE = 8  # cases of a product of parameters, where the mark `sampled` says no other number
+SAMPLE = 6  # cases of a product of parameters, where the mark `sampled` says no other number
 
 
 def pytest_addoption(parser):

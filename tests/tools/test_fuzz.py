@@ -56,6 +56,7 @@ FOUND = (
 )
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_and_repeated(tmp_path):
     """Also a crash: a new worker runs the calls after it."""
     script = tmp_path / "planted.py"

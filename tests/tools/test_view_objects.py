@@ -82,7 +82,9 @@ BOTH = ["encoder.layers.1.self_attn", "decoder.layers.1.cross_attn"]
         pytest.param("detr", BOTH, (1, 0, 1, 0), marks=pytest.mark.slow),
         ("attended", [*BOTH, f"{BOTH[0]}.parts"], (1, 0, 1, 0)),
         ("deformable", BOTH, (0, 1, 0, 1)),
-        ("mask2former", [*(f"panoptic_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0)),
+        pytest.param(
+            "mask2former", [*(f"panoptic_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0), marks=pytest.mark.slow
+        ),
         pytest.param(
             "segmentor", [*(f"decode_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0), marks=pytest.mark.slow
         ),
