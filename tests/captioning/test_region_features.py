@@ -60,12 +60,12 @@ def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
             with pytest.raises(ValueError, match=f"regions{suffix}: image {image_id} has no regions"):
                 read.regions(image_id)
             continue
-        found = read.regions(image_id)
-        assert [found[name].dtype for name in ("features", "boxes", "scores")] == [dtype, np.float32, np.float32]
-        np.testing.assert_array_equal(found["features"], regions["features"].astype(dtype))
+        arrays = read.regions(image_id)
+        assert [arrays[name].dtype for name in ("features", "boxes", "scores")] == [dtype, np.float32, np.float32]
+        np.testing.assert_array_equal(arrays["features"], regions["features"].astype(dtype))
         for name in ("boxes", "scores"):
-            np.testing.assert_array_equal(found[name], regions[name].astype(np.float32))
-            assert found[name].flags.writeable
+            np.testing.assert_array_equal(arrays[name], regions[name].astype(np.float32))
+            assert arrays[name].flags.writeable
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -101,8 +101,8 @@ def _same_in_workers(path: str, method: str) -> bool:
     read = RegionFeatures(path)
     expected = [_sum_of(read, image_id) for image_id in IMAGES]
     with ProcessPoolExecutor(1, get_context(method)) as pool:
-        found = list(pool.map(_sum_of, [read] * len(IMAGES), IMAGES))
-    return found == expected == [_sum_of(read, image_id) for image_id in IMAGES]
+        sums = list(pool.map(_sum_of, [read] * len(IMAGES), IMAGES))
+    return sums == expected == [_sum_of(read, image_id) for image_id in IMAGES]
 
 
 def test_an_open_file_goes_into_workers(file, python):
