@@ -77,14 +77,14 @@ def test_autocast(name, autocast, device):
 def test_float64_stays_float64_inside(name):
     """Nothing is rounded to float32 on the way: results equal those of the operators' definitions."""
     module = made(name, dtype=torch.float64)
-    found = results(module, *moved(inputs(name), "cpu", torch.float64))
+    actual = results(module, *moved(inputs(name), "cpu", torch.float64))
     with ops.backend("reference"):
         expected = results(module, *moved(inputs(name), "cpu", torch.float64))
     size = {
         kind: max(t.abs().max() for k, t in expected.items() if k.startswith(kind)) for kind in ("output", "gradient")
     }
     for key, wanted in expected.items():
-        assert (found[key] - wanted).abs().max() <= 1e-12 * size[key.split()[0]], key
+        assert (actual[key] - wanted).abs().max() <= 1e-12 * size[key.split()[0]], key
 
 
 @every_variant
@@ -123,8 +123,8 @@ def _without_batch(name: str, tensor: Any) -> Any:
 def test_strided_inputs_and_an_empty_batch(name):
     module, arguments = made(name), inputs(name)
     spread = lambda t: torch.stack((t, t), -1)[..., 0] if isinstance(t, Tensor) else t  # noqa: E731
-    for found, expected in zip(call(module, pytree.tree_map(spread, arguments)), call(module, arguments)):
-        torch.testing.assert_close(found, expected)
+    for output, expected in zip(call(module, pytree.tree_map(spread, arguments)), call(module, arguments)):
+        torch.testing.assert_close(output, expected)
     empty = call(module, pytree.tree_map(partial(_without_batch, name), arguments))
     assert empty
     assert all(0 in t.shape for t in empty)
@@ -136,10 +136,10 @@ def test_maps_of_any_size(name):
     module, (x,) = made(name, dtype=torch.float64), inputs(name)[0]
     for size in ((1, 1), (1, 6), (7, 1), (3, 8)):
         x = torch.randn(2, x.shape[1], *size, dtype=torch.float64)
-        found = module(x)
+        output = module(x)
         with ops.backend("reference"):
-            torch.testing.assert_close(found, module(x))
-        assert module(x[:0]).shape == (0, *found.shape[1:])
+            torch.testing.assert_close(output, module(x))
+        assert module(x[:0]).shape == (0, *output.shape[1:])
 
 
 @pytest.mark.sampled(72)
@@ -195,9 +195,9 @@ def test_state_dict_copy_and_pickle(name, device):
     with torch.no_grad():
         expected = call(copy.deepcopy(module).to(device), arguments)
         for other in (there, copy.deepcopy(there), pickle.loads(pickle.dumps(there))):
-            found = call(other, arguments)
-            assert len(found) == len(expected) > 0
-            for a, b in zip(found, expected):
+            outputs = call(other, arguments)
+            assert len(outputs) == len(expected) > 0
+            for a, b in zip(outputs, expected):
                 assert a.device.type == device
                 torch.testing.assert_close(a, b)
         back = VARIANTS[name]().eval()
@@ -223,8 +223,8 @@ def test_compiled(name, device):
 def test_exported(name):
     module, (args, kwargs) = made(name), inputs(name)
     exported = torch.export.export(module, args, kwargs).module()
-    for found, expected in zip(call(exported, (args, kwargs)), call(module, (args, kwargs))):
-        torch.testing.assert_close(found, expected)
+    for output, expected in zip(call(exported, (args, kwargs)), call(module, (args, kwargs))):
+        torch.testing.assert_close(output, expected)
 
 
 # Sizes at which kernels work on whole and partial tiles, for layers that have kernels.

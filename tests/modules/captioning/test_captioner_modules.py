@@ -66,8 +66,8 @@ def sigmoid(x):
 
 
 def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
-    found = np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()])
-    return found if layer.bias is None else found + np.array(layer.bias.tolist())
+    product = np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()])
+    return product if layer.bias is None else product + np.array(layer.bias.tolist())
 
 
 def lstm(cell: nn.LSTMCell, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +115,7 @@ def show_attend_tell_by_loops(module, words, sources, b):
 def lstm_by_loops(module, words, sources, b):
     states, attended = [(np.zeros(C), np.zeros(C)) for _ in module.cells], np.zeros(C)
     for word in words[b].numpy():
-        x, found = np.concatenate([word, attended]), {}
+        x, alignments = np.concatenate([word, attended]), {}
         for i, cell in enumerate(module.cells):
             states[i] = lstm(cell, x, *states[i])
             x = states[i][0]
@@ -123,10 +123,10 @@ def lstm_by_loops(module, words, sources, b):
         for name, attention in module.attentions.items():
             kept, places = seen(sources[name], b)
             weights = additive(attention, x, places)
-            found[name] = kept, weights
+            alignments[name] = kept, weights
             parts.append(average(weights, places))
         attended = np.tanh(linear(module.output, np.concatenate(parts)))
-        yield attended, found
+        yield attended, alignments
 
 
 def normalised(layer) -> np.ndarray:
@@ -140,15 +140,15 @@ def conv_by_loops(module, words, sources, b):
         taps = [x[t - 2 + j] if t - 2 + j >= 0 else np.zeros(C) for j in range(3)]
         out = sum(weight[:, :, j] @ taps[j] for j in range(3)) + bias
         h = out[:C] * sigmoid(out[C:])
-        y, found = h, {}
+        y, alignments = h, {}
         for name in module.names:
             kept, places = seen(sources[name], b)
             d = (normalised(module.queries[name])[:, :, 0] @ h + module.queries[name].bias.tolist() + word) * 0.5**0.5
             weights = softmax([float(d @ place) for place in places])
-            found[name] = kept, weights
+            alignments[name] = kept, weights
             mean = math.sqrt(len(places)) * average(weights, places)
             y = y + normalised(module.contexts[name])[:, :, 0] @ mean + module.contexts[name].bias.tolist()
-        yield (x[t] + y / math.sqrt(1 + len(module.names))) / math.sqrt(2), found
+        yield (x[t] + y / math.sqrt(1 + len(module.names))) / math.sqrt(2), alignments
 
 
 LOOPS = {"show_attend_tell": show_attend_tell_by_loops, "lstm": lstm_by_loops, "conv": conv_by_loops}
@@ -165,8 +165,8 @@ def test_equals_the_formulas(name, names):
     for b in range(B):
         steps = list(LOOPS[name](decoder.module, words, sources, b))
         torch.testing.assert_close(features[b], torch.tensor(np.array([f for f, _ in steps])))
-        for t, (_, found) in enumerate(steps):
-            for source, (kept, expected) in found.items():
+        for t, (_, alignments) in enumerate(steps):
+            for source, (kept, expected) in alignments.items():
                 torch.testing.assert_close(weights[source][b, t, kept], torch.tensor(expected, dtype=torch.float64))
                 assert weights[source][b, t].sum() == pytest.approx(1)
 
@@ -181,8 +181,8 @@ def test_the_penalty_of_places_that_are_overlooked():
         sum((1 - sum(float(alignment[b, t, i]) for t in range(ends[b]))) ** 2 for i in range(S) if not MASK[b, i])
         for b in range(B)
     ]
-    found = doubly_stochastic_penalty(alignment, words, MASK)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    penalty = doubly_stochastic_penalty(alignment, words, MASK)
+    torch.testing.assert_close(penalty, torch.tensor(expected, dtype=torch.float64))
     even = torch.full((1, S, S), 1 / S)
     assert not doubly_stochastic_penalty(even).any()
     assert doubly_stochastic_penalty(even.half()).dtype == torch.float32
@@ -205,10 +205,10 @@ def test_steps_are_those_of_the_whole(name):
     words, whole = words[order], whole[order]
     sources = {key: Modality(f[order], None if m is None else m[order]) for key, (f, m) in sources.items()}
     for t in range(2, T):
-        features, found, state = decoder.run(words[:, t : t + 1], sources, state)
+        features, step_weights, state = decoder.run(words[:, t : t + 1], sources, state)
         torch.testing.assert_close(features, whole[:, t : t + 1], rtol=1e-12, atol=1e-12)
         for key in decoder.names:
-            torch.testing.assert_close(found[key], weights[key][order, t : t + 1], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(step_weights[key], weights[key][order, t : t + 1], rtol=1e-12, atol=1e-12)
 
 
 @torch.no_grad()
@@ -231,11 +231,11 @@ def test_neither_the_future_nor_padding_is_seen(name):
 def test_dropout_is_of_training_alone(name):
     decoder = Decoder(name, dropout=0.5)
     words, sources = decoder.inputs()
-    found = [decoder.run(words, sources)[0] for _ in range(2)]
-    assert not torch.equal(*found)
+    outputs = [decoder.run(words, sources)[0] for _ in range(2)]
+    assert not torch.equal(*outputs)
     decoder.module.eval()
-    found = [decoder.run(words, sources)[0] for _ in range(2)]
-    assert torch.equal(*found)
+    outputs = [decoder.run(words, sources)[0] for _ in range(2)]
+    assert torch.equal(*outputs)
 
 
 @torch.no_grad()

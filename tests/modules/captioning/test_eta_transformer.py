@@ -137,9 +137,9 @@ def test_encoder_equals_the_formulas():
     module = randomised(DualWayEncoder(5, C, 2, HEADS, WIDTH))
     regions, attributes = torch.randn(2, 4, 5, dtype=torch.float64), modalities()[1].features
     mask = modalities()[0].padding_mask
-    found = module(regions, attributes, mask)
+    encoded = module(regions, attributes, mask)
     inputs = [np.array([linear(module.projection, r) for r in picture.numpy()]) for picture in regions]
-    for modality, stack, start in zip(found, (module.visual, module.semantic), (inputs, list(attributes.numpy()))):
+    for modality, stack, start in zip(encoded, (module.visual, module.semantic), (inputs, list(attributes.numpy()))):
         for b in range(2):
             kept = [i for i in range(len(start[b])) if modality.padding_mask is None or not modality.padding_mask[b, i]]
             tokens = [start[b][i] for i in kept]

@@ -142,8 +142,8 @@ def test_strides_and_pooling(stride, pool, size):
     output = tuple(source.shape[2:])
     if pool:
         source = averaged(source, 2)
-    found = layer(x)
-    assert tuple(found.shape) == (2, 32, *(-(-n // stride) for n in size))
+    result = layer(x)
+    assert tuple(result.shape) == (2, 32, *(-(-n // stride) for n in size))
     plain = make(size=tuple(source.shape[2:]))
     plain.load_state_dict(layer.state_dict() | {n: t for n, t in plain.state_dict().items() if "_rel" in n})
     plain.height_rel.data = resize_table(layer.height_rel.data, source.shape[2])
@@ -151,8 +151,8 @@ def test_strides_and_pooling(stride, pool, size):
     attended = plain(source)[:, 24:]
     if pool:
         attended = F.interpolate(attended, output, mode="bilinear", align_corners=False)
-    torch.testing.assert_close(found[:, 24:], attended)
-    torch.testing.assert_close(found[:, :24], layer.conv(x))
+    torch.testing.assert_close(result[:, 24:], attended)
+    torch.testing.assert_close(result[:, :24], layer.conv(x))
 
 
 def test_tables_of_another_size():

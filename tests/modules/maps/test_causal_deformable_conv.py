@@ -85,13 +85,13 @@ def test_what_comes_after_a_position_is_not_read(options):
     """Later positions affect neither outputs, not even through a factor of 0, nor gradients, also with offsets of 0."""
     for module in (trained(options), CausalDeformableConv1d(6, 4, **options).double()):
         x = torch.randn(2, 6, 9, dtype=torch.float64)
-        found = []
+        gradients = []
         for future in (x[:, :, 5:], torch.randn(2, 6, 4, dtype=torch.float64)):
             sequence = torch.cat([x[:, :, :5], future], 2).requires_grad_()
             output = module(sequence)[:, :, :5]
-            found.append(torch.autograd.grad(output.square().sum(), [sequence, *module.parameters()]))
-        assert not found[0][0][:, :, 5:].any()
-        for one, two in zip(*found):
+            gradients.append(torch.autograd.grad(output.square().sum(), [sequence, *module.parameters()]))
+        assert not gradients[0][0][:, :, 5:].any()
+        for one, two in zip(*gradients):
             torch.testing.assert_close(one, two)
         with torch.no_grad():
             sequence[:, :, 5:] = torch.nan

@@ -44,17 +44,17 @@ def test_a_scaled_sum(shape, device):
     """Values and gradients of both orders are those of the plain sum, whose formats they have."""
     x, scale, output = (torch.randn(s, device=device, dtype=torch.float64) for s in (shape, (), shape))
     leaves = [x, scale, output.contiguous(memory_format=torch.channels_last)]
-    found, expected = [], []
-    for results, function in ((found, add_scaled), (expected, torch.addcmul)):
+    ours, expected = [], []
+    for results, function in ((ours, add_scaled), (expected, torch.addcmul)):
         terms = [t.clone().requires_grad_() for t in leaves]
         total = function(*terms)
         grads = torch.autograd.grad(total.square().sum(), terms, create_graph=True)
         results += [total, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), terms)]
-    for one, other in zip(found, expected):
+    for one, other in zip(ours, expected):
         torch.testing.assert_close(one, other)
-    assert found[0].is_contiguous()
-    assert found[1].is_contiguous()
-    assert 0 in shape or found[3].is_contiguous(memory_format=torch.channels_last)
+    assert ours[0].is_contiguous()
+    assert ours[1].is_contiguous()
+    assert 0 in shape or ours[3].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_a_scaled_sum_of_other_dtypes_and_shapes(device):
@@ -81,7 +81,7 @@ def test_one_product_projects(position, monkeypatch):
     for hooked in (False, True):
         if hooked:
             module.key_conv.register_forward_hook(lambda *_: calls.append(1))
-        found = module(x)
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found.sum(), list(module.parameters())), grads)
+        output = module(x)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(torch.autograd.grad(output.sum(), list(module.parameters())), grads)
         assert len(calls) == hooked

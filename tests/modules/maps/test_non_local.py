@@ -90,8 +90,8 @@ def by_loops(module, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size, mode, options", CASES, ids=str)
 def test_equals_the_formula(size, mode, options, sub_sample):
     module, x = build(len(size), mode, sub_sample=sub_sample, **options), torch.randn(2, 6, *size, dtype=torch.float64)
-    for sample, found in zip(x, module(x)):
-        np.testing.assert_allclose(found.numpy(), by_loops(module, sample.numpy()), rtol=1e-9, atol=1e-9)
+    for sample, output in zip(x, module(x)):
+        np.testing.assert_allclose(output.numpy(), by_loops(module, sample.numpy()), rtol=1e-9, atol=1e-9)
 
 
 @torch.no_grad()
@@ -109,9 +109,9 @@ def test_a_clip_keeps_its_memory_format(mode):
     module, x = build(3, mode), torch.randn(2, 6, 2, 3, 4, dtype=torch.float64)
     expected = module(x)
     assert expected.is_contiguous()
-    found = module(x.contiguous(memory_format=torch.channels_last_3d))
-    assert found.is_contiguous(memory_format=torch.channels_last_3d)
-    torch.testing.assert_close(found, expected)
+    output = module(x.contiguous(memory_format=torch.channels_last_3d))
+    assert output.is_contiguous(memory_format=torch.channels_last_3d)
+    torch.testing.assert_close(output, expected)
 
 
 def test_a_map_of_another_size_interpolates_the_tables():
@@ -127,8 +127,8 @@ def test_a_map_of_another_size_interpolates_the_tables():
 
 def test_dot_products_of_many_keys_stay_in_float16():
     query, key, value = (torch.full((1, 4096, 8), n, dtype=torch.float16) for n in (1.0, 12.0, 12.0))
-    found = non_local_sums.dot_products(query, key, value)
-    torch.testing.assert_close(found, torch.full((1, 4096, 8), 8 * 144.0, dtype=torch.float16), rtol=1e-2, atol=0)
+    products = non_local_sums.dot_products(query, key, value)
+    torch.testing.assert_close(products, torch.full((1, 4096, 8), 8 * 144.0, dtype=torch.float16), rtol=1e-2, atol=0)
 
 
 # --- the concatenation without pairs ------------------------------------------------------------------------------
@@ -147,10 +147,10 @@ def test_rectified_sums_equal_those_of_all_pairs(queries, keys, shift):
         torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
         for shape in ((3, queries), (3, keys), (3, keys, 4))
     )
-    found, expected = (f(a + shift, b, value) for f in (rectified_sums, of_all_pairs))
-    torch.testing.assert_close(found, expected)
-    weight = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    for got, wanted in zip(*(torch.autograd.grad((r * weight).sum(), (a, b, value)) for r in (found, expected))):
+    sums, expected = (f(a + shift, b, value) for f in (rectified_sums, of_all_pairs))
+    torch.testing.assert_close(sums, expected)
+    weight = torch.randn(sums.shape, generator=generator, dtype=torch.float64)
+    for got, wanted in zip(*(torch.autograd.grad((r * weight).sum(), (a, b, value)) for r in (sums, expected))):
         torch.testing.assert_close(got, wanted)
 
 
@@ -226,10 +226,10 @@ def test_equals_mmcv(axes, mode, sub_sample, options):
     assert "g.conv.weight" in weights or "g.0.conv.weight" in weights  # the input is not modified
     x, y = (torch.randn(2, 8, *{1: (7,), 2: (6, 9), 3: (2, 4, 5)}[axes]).double().requires_grad_() for _ in range(2))
     y.data = x.data.clone()
-    found, expected = ours(x), theirs(y)
-    torch.testing.assert_close(found, expected)
+    output, expected = ours(x), theirs(y)
+    torch.testing.assert_close(output, expected)
     if mode != "concatenation":
-        found.square().sum().backward()
+        output.square().sum().backward()
         expected.square().sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
     if options.get("norm"):

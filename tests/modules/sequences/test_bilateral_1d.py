@@ -118,9 +118,9 @@ def test_the_standardised_band_is_the_standardised_logits(causal):
     index = torch.where(index >= k, -1, index)
     seen = ~mask[:, None, None] & ((torch.arange(S) <= positions.unsqueeze(1)) | (not causal))
     expected = standardised(realign(values, index), seen)
-    found = realign(ours, index)
-    seen = seen.expand_as(found)
-    torch.testing.assert_close(found[seen], expected[seen])
+    logits = realign(ours, index)
+    seen = seen.expand_as(logits)
+    torch.testing.assert_close(logits[seen], expected[seen])
 
 
 @pytest.mark.parametrize(

@@ -133,14 +133,14 @@ def test_steps_are_the_whole_pass(name):
 def test_the_future_is_not_seen(name):
     """Later tokens affect neither outputs, not even through a factor of 0, nor gradients."""
     layer, x = Tokens(name), drawn(2, 9)
-    found = []
+    results = []
     for later in (x[:, 5:], drawn(2, 4) * 3):
         sequence = torch.cat([x[:, :5], later], 1).requires_grad_()
         output = layer(sequence)
         gradients = torch.autograd.grad(output[:, :5].square().sum(), [sequence, *layer.layer.parameters()])
         assert not gradients[0][:, 5:].any()
-        found.append([output, *gradients])
-    (one, *first), (other, *second) = found
+        results.append([output, *gradients])
+    (one, *first), (other, *second) = results
     torch.testing.assert_close(one[:, :5], other[:, :5], rtol=0, atol=1e-12)
     assert (one[:, 5:] != other[:, 5:]).any()
     for a, b in zip(first, second):

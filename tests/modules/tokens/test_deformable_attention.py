@@ -132,10 +132,10 @@ def test_batch_second_identity_and_defaults():
 def test_dropout_in_training_alone():
     layer, given = module(dropout=0.5), inputs()
     expected = layer.eval()(**given) - given["query"]
-    found = layer.train()(**given) - given["query"]
-    dropped = found == 0
+    attended = layer.train()(**given) - given["query"]
+    dropped = attended == 0
     assert 0.2 < dropped.double().mean() < 0.8
-    torch.testing.assert_close(found[~dropped], 2 * expected[~dropped])
+    torch.testing.assert_close(attended[~dropped], 2 * expected[~dropped])
 
 
 def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypatch):

@@ -116,8 +116,8 @@ def test_range_and_padding(attention_type):
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[0, [3, 7]] = True
     with torch.no_grad():
-        found = layer(*given, GRID, padding)
-        torch.testing.assert_close(found, by_loops(layer, *given, padding, reach=1))
+        output = layer(*given, GRID, padding)
+        torch.testing.assert_close(output, by_loops(layer, *given, padding, reach=1))
 
 
 @pytest.mark.parametrize("prefix", [1, 3])
@@ -174,12 +174,12 @@ def test_a_query_without_keys_gets_zeros_and_spoils_no_gradient(options, written
     padding = torch.zeros(2, N, dtype=torch.bool)
     padding[0, 4:] = True  # the second and third row of three
     mask = torch.zeros(N, N, dtype=torch.bool) if written_out else None
-    found = layer(*given, GRID, padding, mask)
-    found.square().sum().backward()
-    assert found.isfinite().all()
+    output = layer(*given, GRID, padding, mask)
+    output.square().sum().backward()
+    assert output.isfinite().all()
     assert all(t.grad.isfinite().all() for t in (*given, *layer.parameters()))
     if "spatial_range" in options:
-        torch.testing.assert_close(found[0, 8:], layer.out_proj.bias.expand(4, C))
+        torch.testing.assert_close(output[0, 8:], layer.out_proj.bias.expand(4, C))
 
 
 def stock_of(layer: SpatialSelfAttention) -> nn.MultiheadAttention:

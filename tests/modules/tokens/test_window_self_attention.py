@@ -178,9 +178,9 @@ def test_where_centred_windows_are_a_partitions(version):
     centred.load_state_dict(stock.state_dict(), strict=True)
     assert stock.state_dict().keys() == centred.state_dict().keys()
     x = tokens((6, 10))
-    expected, found = stock(x), centred(x)
-    torch.testing.assert_close(found[:, 1::3, 2::5], expected[:, 1::3, 2::5])
-    assert not torch.isclose(found[:, ::3, ::5], expected[:, ::3, ::5]).any()
+    expected, output = stock(x), centred(x)
+    torch.testing.assert_close(output[:, 1::3, 2::5], expected[:, 1::3, 2::5])
+    assert not torch.isclose(output[:, ::3, ::5], expected[:, ::3, ::5]).any()
 
 
 ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "table+relative")] + [
