@@ -196,8 +196,8 @@ def test_features():
     x = torch.randn(1, 3, 40, 64)
     expected = model(x)
     assert len(accelerate(model)) == 4
-    for found, tensor in zip(model(x), expected):
-        torch.testing.assert_close(found, tensor, rtol=1e-4, atol=1e-5)
+    for features, wanted in zip(model(x), expected):
+        torch.testing.assert_close(features, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"])

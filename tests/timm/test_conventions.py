@@ -180,9 +180,9 @@ def test_onnx_runtime_gives_the_same(name, tmp_path):
     file = tmp_path / "model.onnx"
     torch.onnx.export(model, (x,), file, dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(found), model(x), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(torch.from_numpy(output), model(x), rtol=1e-4, atol=1e-4)
 
 
 BAD_ARGUMENTS = [

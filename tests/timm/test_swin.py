@@ -36,8 +36,8 @@ def picture(size=(40, 64)) -> Tensor:
     return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,11 +75,11 @@ def test_the_draw_is_timms(name):
     stock = timm.create_model(NAMES[name], **SMALL)
     torch.manual_seed(0)
     ours = timm.create_model(name, **SMALL)
+    drawn = ours.state_dict()
     for key, value in stock.state_dict().items():
-        expected, found = value.std(), ours.state_dict()[key].std()
-        assert key in ours.state_dict()
+        assert key in drawn
         if value.numel() > 1:
-            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(drawn[key].std(), value.std())
 
 
 @pytest.mark.parametrize("name", [V1, V2])

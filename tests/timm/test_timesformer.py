@@ -229,8 +229,8 @@ def test_features(pattern):
         assert tokens.shape == (2, 24, 32)
         (early,) = model.get_intermediate_layers(clip(), [0])
         torch.testing.assert_close(early, tokens)
-        found = model.forward_intermediates(clip(), [0], output_dict=True, return_prefix_tokens=True)
-        assert set(found) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
+        outputs = model.forward_intermediates(clip(), [0], output_dict=True, return_prefix_tokens=True)
+        assert set(outputs) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
 
 
 def test_gradient_checkpointing_changes_no_gradient():

@@ -164,11 +164,11 @@ def test_features_by_fx():
     from timm.models._features_fx import create_feature_extractor
 
     model = open_gates(build())
-    (found,) = create_feature_extractor(model, ["blocks.1"])(picture()).values()
+    (features,) = create_feature_extractor(model, ["blocks.1"])(picture()).values()
     seen: list[Tensor] = []
     model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(picture())
-    torch.testing.assert_close(found, seen[0])
+    torch.testing.assert_close(features, seen[0])
 
 
 @pytest.mark.slow
