@@ -21,13 +21,13 @@ def main() -> int:
     if not is_compiled():
         print(f"record_deform_conv: {NOT_COMPILED}", file=sys.stderr)
         return 1
-    found = {
+    gradients = {
         case_name(*case): offset_gradient(deform_conv2d, modulated_deform_conv2d, case).numpy().astype(np.float32)
         for case in RECORDED_CASES
     }
     RECORDED.parent.mkdir(exist_ok=True)
-    np.savez_compressed(RECORDED, **found)
-    print(f"{len(found)} arrays, {RECORDED.stat().st_size} bytes: {RECORDED.name}")
+    np.savez_compressed(RECORDED, **gradients)
+    print(f"{len(gradients)} arrays, {RECORDED.stat().st_size} bytes: {RECORDED.name}")
     return 0
 
 

@@ -35,16 +35,16 @@ def test_it_gives_the_timm_models_features_from_its_checkpoint(tmp_path):
     x = torch.randn(2, 3, *SIZE)
     with torch.no_grad():
         expected = model.forward_intermediates(x, indices=[1, 2, 3, 4], intermediates_only=True)
-        found = ours(x)
-    assert [tuple(f.shape) for f in found] == [(2, 64, 16, 24), (2, 128, 8, 12), (2, 256, 4, 6), (2, 512, 2, 3)]
-    for f, e in zip(found, expected):
+        maps = ours(x)
+    assert [tuple(f.shape) for f in maps] == [(2, 64, 16, 24), (2, 128, 8, 12), (2, 256, 4, 6), (2, 512, 2, 3)]
+    for f, e in zip(maps, expected):
         torch.testing.assert_close(f, e)
 
 
 def test_stages_and_indices():
     x = torch.randn(1, 3, *SIZE)
-    (found,) = backbone(num_stages=3, out_indices=(2,))(x)
-    assert found.shape == (1, 256, 4, 6)
+    (output,) = backbone(num_stages=3, out_indices=(2,))(x)
+    assert output.shape == (1, 256, 4, 6)
     assert not hasattr(backbone(num_stages=3, out_indices=(2,)), "layer4")
 
 

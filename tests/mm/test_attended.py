@@ -21,14 +21,14 @@ ENCODER = "encoder.layers.*.self_attn"
 
 
 def config(attention: dict[str, Any] | None = None, name="detr/detr_r50_8xb2-150e_coco", of="DETR") -> Config:
-    found = without_downloads(Config.fromfile(f"{get_installed_path('mmdet')}/.mim/configs/{name}.py"))
+    cfg = without_downloads(Config.fromfile(f"{get_installed_path('mmdet')}/.mim/configs/{name}.py"))
     init_default_scope("mmdet")
     for part in ("encoder", "decoder"):
-        if part in found.model:
-            found.model[part].num_layers = 2
+        if part in cfg.model:
+            cfg.model[part].num_layers = 2
     if attention is not None:
-        found.model.update(type="Attended", of=of, attention=attention)
-    return found
+        cfg.model.update(type="Attended", of=of, attention=attention)
+    return cfg
 
 
 def ours(attention_type="1111", pattern=ENCODER, **options) -> dict[str, Any]:
@@ -53,8 +53,8 @@ def tokens_of(model: nn.Module, count=2, size=SIZE, padded=False) -> torch.Tenso
         shapes[1] = (size[0] - 32, size[1] - 64)
     samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=shape)) for shape in shapes]
     with torch.no_grad():
-        found = model.eval()(pictures, samples, mode="tensor")
-    return torch.cat([t[-1].flatten(1) for t in found], 1)
+        outputs = model.eval()(pictures, samples, mode="tensor")
+    return torch.cat([t[-1].flatten(1) for t in outputs], 1)
 
 
 def exchanged(model: nn.Module) -> dict[str, TokenAttention]:

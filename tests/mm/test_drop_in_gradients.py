@@ -155,13 +155,13 @@ def test_a_layers_gradients_equal_mmcvs(name, start, options, kind):
     ours.load_state_dict(stock.state_dict(), strict=True)
     x = torch.randn(2, 4, 9, 12).double()
     grad = torch.randn_like(stock(x))
-    found = []
+    results = []
     for layer in (ours, stock):
         input = x.clone().requires_grad_()
         with peer(kind):
             output = layer(input)
-        found.append([output, *torch.autograd.grad(output, [input, *layer.parameters()], grad)])
-    for a, b in zip(*found, strict=True):
+        results.append([output, *torch.autograd.grad(output, [input, *layer.parameters()], grad)])
+    for a, b in zip(*results, strict=True):
         assert b.any()
         torch.testing.assert_close(a, b)
 
@@ -206,9 +206,9 @@ def test_a_batch_that_im2col_step_does_not_divide():
 @pytest.fixture(scope="module")
 def recorded() -> dict[str, np.ndarray]:
     with np.load(RECORDED) as arrays:
-        found = dict(arrays)
-    assert list(found) == [case_name(*case) for case in RECORDED_CASES]
-    return found
+        gradients = dict(arrays)
+    assert list(gradients) == [case_name(*case) for case in RECORDED_CASES]
+    return gradients
 
 
 @pytest.mark.parametrize("case", RECORDED_CASES, ids=lambda case: case_name(*case))
@@ -218,17 +218,17 @@ def recorded() -> dict[str, np.ndarray]:
 def test_offset_gradients_equal_the_recorded_ones(kind, case, recorded):
     """The tests' own definition as well, and compiled mmcv, for which the records would else be out of date."""
     if kind == "ours":
-        found = offset_gradient(our_deform_conv2d, our_modulated_deform_conv2d, case)
+        gradient = offset_gradient(our_deform_conv2d, our_modulated_deform_conv2d, case)
     elif kind == "stand-in":
         with extension(mmcv_ext):
-            found = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
+            gradient = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
     elif kind == "torchvision":
-        found = offset_gradient(mmcv_deform_conv.deform_conv2d, mmcv_deform_conv.modulated_deform_conv2d, case)
+        gradient = offset_gradient(mmcv_deform_conv.deform_conv2d, mmcv_deform_conv.modulated_deform_conv2d, case)
     else:
-        found = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
+        gradient = offset_gradient(mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d, case)
     expected = torch.from_numpy(recorded[case_name(*case)])
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found.float(), expected)
+    assert torch.equal(gradient == 0, expected == 0)
+    torch.testing.assert_close(gradient.float(), expected)
 
 
 def test_the_records_hold_the_rule(recorded):
@@ -274,14 +274,14 @@ def test_a_loss_of_the_flat_output_has_mmcvs_gradients(name, options):
         options = {"position_embedding_dim": 20, **options}
     stock, ours = attention_pair(name, **options)
     x, target = torch.randn(2, 18, 8, 8).double(), torch.randn(2 * 18 * 8 * 8).double()
-    found = []
+    results = []
     for layer in (ours, stock):
         input = x.clone().requires_grad_()
         loss = (layer(input).view(-1) - target).square().mean()
         grads = torch.autograd.grad(loss, [input, *layer.parameters()], allow_unused=True)
         assert grads[0].is_contiguous()
-        found.append([loss, *grads])
-    for (key, _), a, b in zip([("loss", 0), ("input", 0), *stock.named_parameters()], *found, strict=True):
+        results.append([loss, *grads])
+    for (key, _), a, b in zip([("loss", 0), ("input", 0), *stock.named_parameters()], *results, strict=True):
         assert (a is None) == (b is None), key
         if b is not None:
             torch.testing.assert_close(a, b, msg=lambda text, key=key: f"{key}: {text}")

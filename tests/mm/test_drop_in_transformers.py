@@ -174,9 +174,9 @@ def test_upstream_models_compute_the_same(package, name):
     drop_in.replace()
     assert all("attn_plugins" in inspect.unwrap(type(m).forward).__module__ for m in layers)
     assert list(model.state_dict()) == keys
-    found, our_losses, our_gradients = run(model, package)
-    assert len(found) == len(expected) > 0
-    for a, b in zip(found, expected):
+    our_output, our_losses, our_gradients = run(model, package)
+    assert len(our_output) == len(expected) > 0
+    for a, b in zip(our_output, expected):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * max(1.0, b.abs().max().item()))
     assert our_losses.keys() == losses.keys()
     for key in losses:

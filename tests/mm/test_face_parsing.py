@@ -168,10 +168,10 @@ def f1_by_loops(predictions, truths, members):
         for row, column in np.ndindex(*truth.shape):
             if truth[row, column] == 255:
                 continue
-            found, there = predicted[row, column] in members, truth[row, column] in members
-            hits += found and there
-            false_alarms += found and not there
-            misses += there and not found
+            positive, actual = predicted[row, column] in members, truth[row, column] in members
+            hits += positive and actual
+            false_alarms += positive and not actual
+            misses += actual and not positive
     precision, recall = hits / (hits + false_alarms), hits / (hits + misses)
     return 100 * 2 * precision * recall / (precision + recall)
 

@@ -33,9 +33,9 @@ def check(peer, ours, shape):
     expected, output = peer(first), ours(second)
     torch.testing.assert_close(output, expected, rtol=1e-9, atol=1e-9)
     wanted = torch.autograd.grad(expected.square().sum(), [first, *dict(trainable(peer)).values()])
-    found = torch.autograd.grad(output.square().sum(), [second, *dict(trainable(ours)).values()])
+    gradients = torch.autograd.grad(output.square().sum(), [second, *dict(trainable(ours)).values()])
     assert [name for name, _ in trainable(peer)] == [name for name, _ in trainable(ours)]
-    for actual, one in zip(found, wanted):
+    for actual, one in zip(gradients, wanted):
         torch.testing.assert_close(actual, one, rtol=1e-7, atol=1e-7)
 
 

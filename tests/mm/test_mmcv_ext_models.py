@@ -276,7 +276,7 @@ def test_equals_compiled_mmcv(name: str, table: Callable[..., None]) -> None:
         if trained := if_compiled(train, theirs, batch):
             loss, grad = differences(losses, trained[0]), differences(grads, trained[1])
             if (predicted := if_compiled(predict, theirs, batch)) is not None:
-                other = differences(dict(enumerate(predictions)), dict(enumerate(predicted)), each=True)
+                other = differences(dict(enumerate(predictions)), dict(enumerate(predicted)), per_key=True)
     cells = ["no kernel" if d is None else "0" if d == 0 else f"{d:.0e}" for d in (loss, grad, other)]
     table(name, *cells[:2], "none" if name in NO_PREDICTIONS else cells[2])
     assert loss is None or loss < 1e-6
@@ -294,8 +294,8 @@ def if_compiled(step: Callable[..., Any], *args: Any) -> Any:
         raise
 
 
-def differences(ours: dict, theirs: dict, each: bool = False) -> float:
-    """Return the largest difference relative to the largest value of all or of ``each``; for masks, the share."""
+def differences(ours: dict, theirs: dict, per_key: bool = False) -> float:
+    """Return the largest difference relative to the largest value of all, or ``per_key``; for masks, the share."""
     assert ours.keys() == theirs.keys()
     difference, size = [0.0], [1e-30]
     for key in ours:
@@ -308,7 +308,7 @@ def differences(ours: dict, theirs: dict, each: bool = False) -> float:
         elif b.numel():
             difference.append(float((a.double() - b.double()).abs().max()))
             size.append(max(float(b.abs().max()), 1e-30))
-    return max(d / s for d, s in zip(difference, size)) if each else max(difference) / max(size)
+    return max(d / s for d, s in zip(difference, size)) if per_key else max(difference) / max(size)
 
 
 @pytest.fixture(scope="module")

@@ -27,45 +27,45 @@ def expected(path: Path) -> dict[str, Any]:
     """Return a config's values in the table: those of its folder and its own."""
     folder = TABLE[folder_of(path)]
     [own] = [row for pattern, row in folder["files"].items() if fnmatch(path.stem, pattern)]
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for part in (folder, own):
         for kind in ("values", "open"):
             given = part.get(kind) or {}
-            assert not found.keys() & given.keys()
-            found |= given
-    return found
+            assert not values.keys() & given.keys()
+            values |= given
+    return values
 
 
 def transform(config: Config, kind: str, key: str) -> Any:
     """Return an argument of a training transform, or None if there is no such transform."""
-    found = [step.get(key) for step in config.train_dataloader.dataset.pipeline if step["type"] == kind]
-    assert len(found) <= 1
-    return list(found[0]) if found else None
+    arguments = [step.get(key) for step in config.train_dataloader.dataset.pipeline if step["type"] == kind]
+    assert len(arguments) <= 1
+    return list(arguments[0]) if arguments else None
 
 
 def gpus(path: Path) -> int:
     """Return the number of GPUs in the file name, such as ``4xb2``; ``1x`` and ``150e`` are mmdet's names for 8."""
-    found = re.search(r"(\d+)xb\d+", path.stem)
-    return int(found[1]) if found else 8
+    match = re.search(r"(\d+)xb\d+", path.stem)
+    return int(match[1]) if match else 8
 
 
 def schedule(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"warmup": 0}
+    values: dict[str, Any] = {"warmup": 0}
     for part in config.param_scheduler:
         if part["type"] == "LinearLR":
             assert part["begin"] == 0
             assert not part["by_epoch"]
-            found["warmup"] = part["end"]
+            values["warmup"] = part["end"]
         elif part["type"] == "PolyLR":
-            found |= {"poly": [part["power"], part["eta_min"]], "iterations": part["end"]}
-            assert part["begin"] == found["warmup"]
+            values |= {"poly": [part["power"], part["eta_min"]], "iterations": part["end"]}
+            assert part["begin"] == values["warmup"]
             assert config.train_cfg.max_iters == part["end"]
         else:
             assert part["type"] == "MultiStepLR"
             assert part["gamma"] == 0.1
-            found |= {"steps": list(part["milestones"]), "epochs": config.train_cfg.max_epochs}
+            values |= {"steps": list(part["milestones"]), "epochs": config.train_cfg.max_epochs}
             assert part["end"] == config.train_cfg.max_epochs
-    return found
+    return values
 
 
 def proposals(config: Config) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def proposals(config: Config) -> dict[str, Any]:
     }
 
 
-def found(path: Path) -> dict[str, Any]:
+def actual(path: Path) -> dict[str, Any]:
     """Return all values of a config that the table may contain."""
     config = Config.fromfile(path)
     optimizer = config.optim_wrapper.optimizer
@@ -104,7 +104,7 @@ OPTIONAL = {"colours", "pretrained", "proposals", "proposal_iou", "samples"}  # 
 
 def test_a_config_is_its_papers():
     for path in OF_PAPERS:
-        table, config = expected(path), found(path)
+        table, config = expected(path), actual(path)
         assert {name: config.get(name, "missing") for name in table} == table, path
         assert config.keys() - OPTIONAL <= table.keys(), path  # the table is complete
 

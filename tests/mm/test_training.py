@@ -171,9 +171,9 @@ def test_testing_tool_and_init_detector(uninterrupted, digits):
         sys.path.remove(str(Path(__file__).parent))
     for name, tensor in run.weights(EPOCHS).items():
         assert torch.equal(model.state_dict()[name], tensor)
-    found = inference_detector(model, str(next((digits / "val").glob("*.png"))))
-    assert found.pred_instances.scores.isfinite().all()
-    assert len(found.pred_instances) == 12
+    result = inference_detector(model, str(next((digits / "val").glob("*.png"))))
+    assert result.pred_instances.scores.isfinite().all()
+    assert len(result.pred_instances) == 12
 
 
 SEGMENTOR = """
@@ -230,8 +230,8 @@ def test_mmseg_trains_tests_and_infers(name, digits, tmp_path):
     assert "mIoU:" in log
     model = init_model(str(config), str(tmp_path / "work/iter_3.pth"), device="cpu")
     picture = next((digits / "val").glob("*.png"))
-    found = inference_model(model, str(picture))
-    assert found.pred_sem_seg.data.max() < 11
+    result = inference_model(model, str(picture))
+    assert result.pred_sem_seg.data.max() < 11
 
 
 def run_tool(tool: Path, *arguments: object) -> str:

@@ -63,12 +63,12 @@ def forwards(request) -> Iterator[str]:
 
 def samples_of(package: str) -> list[Any]:
     """Return two pictures in a batch, of different sizes except for mmseg, which batches equal sizes."""
-    found = []
+    samples = []
     for shape in INSIDE:
         shape = SIZE if package == "mmseg" else shape
         facts = dict(img_shape=shape, ori_shape=shape, pad_shape=SIZE, batch_input_shape=SIZE, scale_factor=(1.0, 1.0))
-        found.append((SegDataSample if package == "mmseg" else DetDataSample)(metainfo=facts))
-    return found
+        samples.append((SegDataSample if package == "mmseg" else DetDataSample)(metainfo=facts))
+    return samples
 
 
 def look(model: nn.Module, package: str) -> tuple[Any, dict[str, Any], dict[str, Tokens | Points]]:
