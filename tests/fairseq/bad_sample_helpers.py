@@ -56,7 +56,7 @@ def _rewritten(folder: Path, edit: Any) -> None:
 
 
 def _no_image(folder: Path, image: int = 102) -> None:
-    _rewritten(folder, lambda found: found if found[0] != image else None)
+    _rewritten(folder, lambda im: im if im[0] != image else None)
 
 
 def _no_regions(folder: Path, image: int = 102) -> None:

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.fairseq.fairseq_helpers import ROOT
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -17,6 +19,10 @@ ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 def script(command: str) -> str:
     return str(Path(sys.executable).with_name(f"fairseq-{command}"))
+
+
+def parameters(folder: Path) -> dict[str, torch.Tensor]:
+    return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
 
 
 def in_one_process(*commands: list[Any], check: bool = True) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("fairseq")
 
 from tests.fairseq.captioning_helpers import CAPTIONERS, write_images
-from tests.fairseq.console_helpers import in_one_process
+from tests.fairseq.console_helpers import in_one_process, parameters
 
 OPTIONS = ["--user-dir=plugins/fairseq", "--task=captioning", "--min-word-count=1", "--cpu", "--num-workers=0"]
 # One batch holds all samples, because fairseq shuffles samples of equal length by the run's first epoch.
@@ -34,10 +34,6 @@ def first_stage(name: str, data: Path, folder: Path, updates: int) -> list[Any]:
         f"--save-dir={folder}",
         "--disable-validation",
     ]
-
-
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
 
 
 @pytest.mark.slow
@@ -64,14 +60,12 @@ def test_both_stages_an_interruption_and_captions(tmp_path):
         assert ("| doubly_stochastic " in log) == (name == "show_attend_tell")
     for name, log in zip(names, logs[4:9:2]):
         assert f"Loaded checkpoint {tmp_path / name}_again/checkpoint_last.pt (epoch 6 @ 5 updates)" in log
-        one, other = parameters(tmp_path / name), parameters(tmp_path / f"{name}_again")
-        assert one.keys() == other.keys()
-        for key in one:
-            torch.testing.assert_close(one[key], other[key], rtol=1e-3, atol=1e-3)
+        whole, resumed = parameters(tmp_path / name), parameters(tmp_path / f"{name}_again")
+        torch.testing.assert_close(resumed, whole, rtol=1e-3, atol=1e-3)
     for name, log in zip(names, logs[9:12]):
         assert re.search(r"\| train \|.*\| reward \d", log)
         begun, ended = parameters(tmp_path / name), parameters(tmp_path / f"{name}_sc")
         assert 0 < max((begun[key] - ended[key]).abs().max() for key in begun) < 0.003
-    found = json.loads(results.read_text())
-    assert [result["image_id"] for result in found] == [105, 111, 117, 123]
-    assert all(result["caption"].split()[0] in ("a", "the") for result in found)
+    captions = json.loads(results.read_text())
+    assert [result["image_id"] for result in captions] == [105, 111, 117, 123]
+    assert all(result["caption"].split()[0] in ("a", "the") for result in captions)

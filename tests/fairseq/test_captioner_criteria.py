@@ -36,10 +36,10 @@ def test_self_critical_training(name, tmp_path):
         loss.backward()
         optimizer.step()
     criterion = SelfCriticalCriterion(SelfCriticalConfig(samples=6, baseline="mean"), of)
-    found = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
+    captions = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
     generator = SequenceGenerator([model.eval()], of.dictionary, beam_size=1, max_len_b=20)
     right = [hypotheses[0]["tokens"].tolist() for hypotheses in generator.generate([model], sample)]
-    assert [[word for word in words if word != 1] for words in found] == [words[:20] for words in right]
+    assert [[word for word in words if word != 1] for words in captions] == [words[:20] for words in right]
 
     torch.manual_seed(0)
     rewards = []
@@ -83,14 +83,14 @@ def test_the_doubly_stochastic_loss(tmp_path, name, weight):
     torch.testing.assert_close(loss, plain + weight * penalty)
     assert (size, log["ntokens"], log["nll_loss"]) == (sample["ntokens"], sample["ntokens"], plain_log["nll_loss"])
     assert float(log["doubly_stochastic"]) == pytest.approx(penalty, rel=1e-5)
-    each = criterion(model, sample, reduce=False)[0]
-    assert each.shape == LabelSmoothedCrossEntropyCriterion(of, False, 0.1)(model, sample, reduce=False)[0].shape
-    torch.testing.assert_close(each.sum(), loss)
+    losses = criterion(model, sample, reduce=False)[0]
+    assert losses.shape == LabelSmoothedCrossEntropyCriterion(of, False, 0.1)(model, sample, reduce=False)[0].shape
+    torch.testing.assert_close(losses.sum(), loss)
     loss.backward()
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
-    with metrics.aggregate(new_root=True) as found:
+    with metrics.aggregate(new_root=True) as aggregator:
         criterion.reduce_metrics([log, {**log, "doubly_stochastic": 0}])
-    assert found.get_smoothed_values()["doubly_stochastic"] == pytest.approx(penalty / 10, abs=1e-3)
+    assert aggregator.get_smoothed_values()["doubly_stochastic"] == pytest.approx(penalty / 10, abs=1e-3)
 
 
 def test_the_penalty_spreads_attention(tmp_path):

@@ -112,11 +112,11 @@ def test_steps_are_those_of_the_whole(name, setting):
             model.decoder.reorder_incremental_state_scripting(state, reorders[t])
             memory = model.encoder.reorder_encoder_out(memory, reorders[t])
             previous = previous[reorders[t]]
-        found, extra = model.decoder(previous[:, :t], memory, state)
+        logits, extra = model.decoder(previous[:, :t], memory, state)
         whole, whole_extra = model.decoder(previous[:, :t], memory)
-        new = found.shape[1]
+        new = logits.shape[1]
         assert new == (2 if t == 2 else 1)
-        torch.testing.assert_close(found, whole[:, -new:], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(logits, whole[:, -new:], rtol=1e-11, atol=1e-11)
         assert set(extra["weights"]) == shown(name, setting)
         for key, weights in extra["weights"].items():
             torch.testing.assert_close(weights, whole_extra["weights"][key][:, :, -new:], rtol=1e-11, atol=1e-11)
@@ -206,9 +206,9 @@ def test_half(name, dtype):
     expected = model(**sample)[0]
     model.to(dtype)
     for features in (torch.float32, torch.float16):
-        found = model(**{**sample, "regions": sample["regions"].to(features)})[0]
-        assert found.dtype == dtype
-        torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)
+        logits = model(**{**sample, "regions": sample["regions"].to(features)})[0]
+        assert logits.dtype == dtype
+        torch.testing.assert_close(logits.float(), expected, rtol=0.1, atol=0.1)
 
 
 @every_captioner
@@ -216,9 +216,9 @@ def test_images_are_encoded_once(name):
     """Decoding k captions per image in one call equals k separate calls."""
     model, inputs = captioner_of(task(), name), batch()
     previous = torch.randint(4, 16, (6, 4))
-    found = model(**{**inputs, "prev_output_tokens": previous})[0]
+    logits = model(**{**inputs, "prev_output_tokens": previous})[0]
     for k in range(2):
-        torch.testing.assert_close(found[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
+        torch.testing.assert_close(logits[k::2], model(**{**inputs, "prev_output_tokens": previous[k::2]})[0])
     with pytest.raises(ValueError, match="multiple of 3 rows, got 4 rows"):
         model(**{**inputs, "prev_output_tokens": previous[:4]})
 
@@ -233,13 +233,13 @@ def test_beam_search(names):
         for parameter in model.parameters():
             parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
     sample = {"net_input": batch()}
-    found = []
+    hypotheses = []
     for cached in (True, False):
         generator = SequenceGenerator(models, of.target_dictionary, beam_size=3, max_len_b=7)
         generator.model.has_incremental = cached
-        found.append(generator.generate(models, sample))
+        hypotheses.append(generator.generate(models, sample))
     inputs = sample["net_input"]
-    for image, (with_cache, without) in enumerate(zip(*found)):
+    for image, (with_cache, without) in enumerate(zip(*hypotheses)):
         for one, other in zip(with_cache, without):
             assert one["tokens"].tolist() == other["tokens"].tolist()
             torch.testing.assert_close(one["score"], other["score"])
@@ -284,8 +284,8 @@ def test_captions_come_from_the_picture(tmp_path, name, fusion):
     generator = SequenceGenerator([model.eval()], of.dictionary, beam_size=1, max_len_b=6)
 
     def captions(samples: list[dict[str, Any]]) -> list[list[str]]:
-        found = generator.generate([model], dataset.collater(samples))
-        return [of.dictionary.string(best["tokens"]).split() for best, *_ in found]
+        hypotheses = generator.generate([model], dataset.collater(samples))
+        return [of.dictionary.string(best["tokens"]).split() for best, *_ in hypotheses]
 
     def true(regions_of: dict[str, Any], attributes_of: dict[str, Any]) -> list[str]:
         colour, thing = (dataset.image_ids[s["image"]] - 100 for s in (regions_of, attributes_of))
@@ -294,8 +294,8 @@ def test_captions_come_from_the_picture(tmp_path, name, fusion):
     assert captions(firsts) == [true(s, s) for s in firsts]
     turned = firsts[1:] + firsts[:1]
     swapped = [{**s, "regions": t["regions"]} for s, t in zip(firsts, turned)]
-    found, expected = captions(swapped), [true(t, s) for s, t in zip(firsts, turned)]
-    assert sum(a == b if eta else a[1] == b[1] for a, b in zip(found, expected)) >= 6
+    texts, expected = captions(swapped), [true(t, s) for s, t in zip(firsts, turned)]
+    assert sum(a == b if eta else a[1] == b[1] for a, b in zip(texts, expected)) >= 6
 
 
 # --- options and checkpoints ------------------------------------------------------------------------------------------

@@ -81,9 +81,9 @@ def test_batches(folder):
         assert (mask is None) == (len(set(counts)) == 1)
         assert inputs["regions"].shape == (len(counts), max(counts), D)
         for row, (image_id, count) in enumerate(zip(batch["image_ids"], counts)):
-            found = inputs["regions"][row]
-            np.testing.assert_array_equal(found[:count], regions.regions(image_id)["features"])
-            assert not found[count:].any()
+            features = inputs["regions"][row]
+            np.testing.assert_array_equal(features[:count], regions.regions(image_id)["features"])
+            assert not features[count:].any()
             if mask is not None:
                 assert mask[row].tolist() == [False] * count + [True] * (max(counts) - count)
             target = batch["target"][row]
@@ -133,8 +133,7 @@ def test_regions_in_other_formats(folder, suffix, package):
     (folder / "regions.npz").unlink()
     task = task_of(write_images(folder, name=f"regions{suffix}"))
     for workers in (0, 2):  # open the file in this process before the workers do
-        found = batches_of(task, "valid", num_workers=workers)
-        for one, other in zip(found, expected):
+        for one, other in zip(batches_of(task, "valid", num_workers=workers), expected):
             torch.testing.assert_close(one["net_input"]["regions"], other["net_input"]["regions"])
     whole = (folder / f"regions{suffix}").read_bytes()
     (folder / f"regions{suffix}").unlink()  # open

@@ -176,9 +176,9 @@ def test_a_number_and_its_text_are_one_id(folder):
     change(folder / "splits.json", as_text)
     with pytest.raises(ValueError, match="image 102 appears twice, in train and in test"):
         task_of(folder).load_dataset("train")
-    found = task_of(folder, skip_invalid_samples=True).captions
-    assert found == expected
-    assert all(isinstance(image_id, int) for part in found.values() for image_id in part)
+    captions = task_of(folder, skip_invalid_samples=True).captions
+    assert captions == expected
+    assert all(isinstance(image_id, int) for part in captions.values() for image_id in part)
 
 
 def test_a_set_that_is_bad_throughout_does_not_fill_the_log(tmp_path, caplog):

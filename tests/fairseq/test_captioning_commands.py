@@ -44,8 +44,7 @@ def test_train_and_generate(tmp_path):
     assert f"{data / 'dict.txt'}: 12 words" in log
 
     captions = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", generated, re.M))
-    found = json.loads(results.read_text())
-    assert [(result["image_id"], result["caption"]) for result in found] == [
+    assert [(result["image_id"], result["caption"]) for result in json.loads(results.read_text())] == [
         (image_id, captions[number]) for image_id, number in ((105, "0"), (117, "2"), (123, "3"))
     ]
     assert list(captions) != ["0", "1", "2", "3"]

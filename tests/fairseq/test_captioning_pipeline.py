@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fairseq.console_helpers import ENVIRONMENT
 from tests.fairseq.fairseq_helpers import ROOT
 
 pytest.importorskip("fairseq")
@@ -46,8 +46,7 @@ def commands() -> list[str]:
 def run(command: str, folder: Path) -> str:
     """Run a line of the sequence in a shell, with its reduced options, and return its output."""
     name = re.search(r"^(?:python -m )?(tools\.(?:caption|train) \w+|\S+)", command)[1]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+    environment = {**ENVIRONMENT, "PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}"}
     command = re.sub(r"/\d{6}\.jpg", "/000042.jpg", f"{command} {SMALLER[name]}")  # the last occurrence counts
     shell = dict(shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=1800)
     result = subprocess.run(command, **shell)
@@ -56,9 +55,9 @@ def run(command: str, folder: Path) -> str:
 
 
 def test_the_documents_have_the_same_sequence():
-    found = [sequence(document) for document in DOCUMENTS]
-    assert found[1]
-    assert found[0] == found[1]
+    sequences = [sequence(document) for document in DOCUMENTS]
+    assert sequences[1]
+    assert sequences[0] == sequences[1]
 
 
 @pytest.mark.slow
@@ -86,10 +85,10 @@ def test_the_documented_sequence(tmp_path):
     for name, value in json.loads((tmp_path / "work_dirs/scores.json").read_text())["scores"].items():
         assert re.search(rf"^{name} +{100 * value:.1f}$", scores, re.M)
     assert "CIDEr-D" in scores
-    [found] = json.loads((tmp_path / "work_dirs/captions/captions.json").read_text())
+    [result] = json.loads((tmp_path / "work_dirs/captions/captions.json").read_text())
     words = {line.split()[0] for line in (data / "dict.txt").read_text().splitlines()}
-    assert found["image_id"] == "000042"
-    assert {*found["caption"].split()} <= {*words, "<unk>"} - {""}
-    assert f"000042.jpg: {found['caption']}" in captioned
+    assert result["image_id"] == "000042"
+    assert {*result["caption"].split()} <= {*words, "<unk>"} - {""}
+    assert f"000042.jpg: {result['caption']}" in captioned
     with Image.open(tmp_path / "work_dirs/captions/000042.png") as picture:
         assert len(picture.convert("RGB").getcolors(1 << 24)) > 1000

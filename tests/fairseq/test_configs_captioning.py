@@ -130,7 +130,7 @@ def test_the_one_line_commands_are_the_recipes(command, folder):
             assert line.common[option] == cfg.common[option]
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
     kind = ARCH_MODEL_REGISTRY[cfg.model._name]
-    models = [kind.build_model(each.model, tasks.setup_task(each.task)) for each in (line, cfg)]
+    models = [kind.build_model(config.model, tasks.setup_task(config.task)) for config in (line, cfg)]
     assert str(models[0]) == str(models[1])
     assert line.criterion == cfg.criterion
 
@@ -149,8 +149,8 @@ def test_every_setting_of_the_readme_builds(overrides, folder):
 
 
 def test_what_the_readme_names_in_its_text(folder):
-    found = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", README)
-    assert len(found) > 3
-    for overrides in found:
+    options = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", README)
+    assert len(options) > 3
+    for overrides in options:
         recipe = "coco" if "doubly_stochastic" in overrides else "coco_self_critical"
         check_overrides(composed(recipe, f"task.data={folder}", *shlex.split(overrides)), overrides)

@@ -132,9 +132,9 @@ def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
         model = tasks.setup_task(cfg.task).build_model(cfg.model)
     for part in model.encoder, model.decoder:
         layer = part.layers[-1]
-        found = {"layers": len(part.layers), "embed_dim": part.embed_tokens.weight.shape[1]}
-        found |= {"ffn": layer.fc1.out_features, "heads": layer.self_attn.num_heads}
-        assert {**found, "kind": type(layer.self_attn.attention).__name__} == PAPERS[recipe]["model"]
+        sizes = {"layers": len(part.layers), "embed_dim": part.embed_tokens.weight.shape[1]}
+        sizes |= {"ffn": layer.fc1.out_features, "heads": layer.self_attn.num_heads}
+        assert {**sizes, "kind": type(layer.self_attn.attention).__name__} == PAPERS[recipe]["model"]
     check_keys(cfg)
     for part, values in PAPERS[recipe].items():
         if part != "model":
@@ -189,7 +189,7 @@ def test_the_one_line_commands_are_the_recipes(command, joined):
     for node, names in SAME.items():
         assert {name: line[node][name] for name in names} == {name: cfg[node][name] for name in names}
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
-    models = [vars(checked(each.model, SpatialTransformerConfig)) for each in (line, cfg)]
+    models = [vars(checked(config.model, SpatialTransformerConfig)) for config in (line, cfg)]
     assert models[0] == models[1]
 
 
@@ -199,8 +199,8 @@ def test_the_one_line_commands_are_the_recurrent_recipes(command, joined):
     recipe = Path(words[words.index("--save-dir") + 1]).name.removesuffix("_bahdanau_additive")
     cfg, line = composed_of(RECURRENT, recipe, f"task.data={joined}"), by_command_line(words)
     for node in "criterion", "optimizer", "lr_scheduler", "optimization":
-        found = vars(line[node]) if node == "optimizer" and recipe == "wmt14_en_fr" else dict(line[node])
-        assert {name: found[name] for name in cfg[node]} == dict(cfg[node]), node
+        values = vars(line[node]) if node == "optimizer" and recipe == "wmt14_en_fr" else dict(line[node])
+        assert {name: values[name] for name in cfg[node]} == dict(cfg[node]), node
     for node, names in dict(
         checkpoint=["save_dir", "keep_last_epochs", "no_epoch_checkpoints"],
         dataset=["max_tokens", "batch_size", "num_workers", "skip_invalid_size_inputs_valid_test"],
@@ -216,14 +216,14 @@ def test_the_one_line_commands_are_the_recurrent_recipes(command, joined):
 
 def documented() -> list[Any]:
     """Return the README's overrides by recipe. Among rows that differ only in numbers, all but one are marked slow."""
-    found, kinds = [], set()
+    cases, kinds = [], set()
     for section in re.split(r"^## ", README, flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
         for row in table_overrides(section):
             kind = (recipe[1], re.sub(r"\d+|zero|min|learned", "", row))
-            found.append(pytest.param(recipe[1], row, marks=[pytest.mark.slow] if kind in kinds else []))
+            cases.append(pytest.param(recipe[1], row, marks=[pytest.mark.slow] if kind in kinds else []))
             kinds.add(kind)
-    return found
+    return cases
 
 
 @pytest.mark.parametrize("recipe, overrides", documented())

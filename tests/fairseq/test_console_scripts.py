@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.console_helpers import ENVIRONMENT, in_one_process, meeting_place, script
+from tests.fairseq.console_helpers import ENVIRONMENT, in_one_process, meeting_place, parameters, script
 from tests.fairseq.fairseq_helpers import ROOT, WORDS, fairseq
 
 pytest.importorskip("fairseq")
@@ -41,10 +41,6 @@ def losses(log: str) -> dict[int, str]:
     """Return the loss and gradient norm of each update."""
     lines = re.findall(r"train_inner \| .* loss=([\d.]+),.*num_updates=(\d+),.* gnorm=([\d.]+)", log)
     return {int(update): f"{loss} {norm}" for loss, update, norm in lines}
-
-
-def parameters(folder: Path) -> dict[str, torch.Tensor]:
-    return torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
 
 
 @pytest.fixture(scope="module")

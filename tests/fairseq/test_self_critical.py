@@ -67,9 +67,9 @@ def fitted(task: Any, updates: int = 25, dropout: float = 0.0, until: float = 0.
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
-    found = [parameter.grad.clone() for parameter in model.parameters()]
+    grads = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    return found
+    return grads
 
 
 def next_word(model: Any, inputs: dict[str, Any], i: int, words: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -116,7 +116,7 @@ def test_the_gradient_is_that_of_reinforce(task, model, name, samples, baseline,
     torch.manual_seed(3)
     loss, size, log = criterion(model, sample)
     loss.backward()
-    found = gradients(model)
+    grads = gradients(model)
     assert model.training
     model.eval()
 
@@ -144,7 +144,7 @@ def test_the_gradient_is_that_of_reinforce(task, model, name, samples, baseline,
     assert (log["length"], float(log["entropy"])) == (sum(lengths), pytest.approx(entropy, rel=1e-4))
     torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-5)
     expected.backward()
-    for mine, right in zip(found, gradients(model)):
+    for mine, right in zip(grads, gradients(model)):
         torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-5)
 
 
@@ -154,12 +154,12 @@ def test_greedy_captions_are_those_of_a_beam_of_one(task, updates, longest):
     model = fitted(task, updates, dropout=0.5).eval()
     sample = batch(task, 99)
     criterion = criterion_of(task, max_caption_length=longest)
-    found = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
+    captions = criterion.captions(model, sample["net_input"], 1, 2)[:, 0].tolist()
     generator = SequenceGenerator([model], task.dictionary, beam_size=1, max_len_b=longest)
     with torch.no_grad():  # no caption contains this word, and it is never generated
         model.decoder.output_projection.bias[task.dictionary.bos()] = -1e4
     right = [hypotheses[0]["tokens"].tolist() for hypotheses in generator.generate([model], sample)]
-    assert [[word for word in words if word != PAD] for words in found] == [words[:longest] for words in right]
+    assert [[word for word in words if word != PAD] for words in captions] == [words[:longest] for words in right]
     assert len({len(words) for words in right}) >= (2 if updates == 15 else 1)
 
 
@@ -169,7 +169,7 @@ def test_captions_are_drawn_as_often_as_they_are_probable(task, temperature):
     model, sample, draws = model_of(task).train(), batch(task, 1), 20_000
     criterion = criterion_of(task, sampling_temperature=temperature, max_caption_length=2)
     torch.manual_seed(0)
-    found = Counter(map(tuple, criterion.captions(model, sample["net_input"], 0, draws)[0].tolist()))
+    counts = Counter(map(tuple, criterion.captions(model, sample["net_input"], 0, draws)[0].tolist()))
     assert model.training
     expected = {}
     for first, p in enumerate(next_word(model, sample["net_input"], 0, [], temperature).exp().tolist()):
@@ -178,8 +178,8 @@ def test_captions_are_drawn_as_often_as_they_are_probable(task, temperature):
             expected.update({(first, second): draws * p * q for second, q in enumerate(then) if q})
     words = len(task.dictionary)
     assert len(expected) == (words - 3) * (words - 2)
-    assert found.keys() <= expected.keys()
-    statistic = sum((found[caption] - n) ** 2 / n for caption, n in expected.items())
+    assert counts.keys() <= expected.keys()
+    statistic = sum((counts[caption] - n) ** 2 / n for caption, n in expected.items())
     freedom = len(expected) - 1
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
 
@@ -220,14 +220,14 @@ def test_validation_scores_greedy_captions(task, model):
     criterion, sample = criterion_of(task, samples=2), batch(task, 99, "valid")
     with torch.no_grad():
         loss, size, log = criterion(model.eval(), sample)
-        each = criterion(model, sample, reduce=False)[0]
+        losses = criterion(model, sample, reduce=False)[0]
     captions = criterion.captions(model, sample["net_input"], 1, 0)[:, 0].tolist()
     references = {name: [" ".join(c) for c in own] for name, own in task.captions_of("valid").items()}
     training = [[" ".join(c) for c in own] for own in task.captions_of("train").values()]
     score = reward("cider-d", {**dict(enumerate(training)), **references}, end="</s>")
     score.frequencies = reward("cider-d", dict(enumerate(training)), end="</s>").frequencies
     expected = score(sample["image_ids"], [text(task, words) for words in captions])
-    np.testing.assert_allclose(each, -expected, rtol=1e-5)
+    np.testing.assert_allclose(losses, -expected, rtol=1e-5)
     assert 0 < log["reward"] == pytest.approx(expected.sum()) == pytest.approx(-loss.item())
     assert size == log["captions"] == len(sample["id"]) == 4
 
@@ -239,9 +239,9 @@ def test_workers_sum(task, model):
     summed = {name: sum(log[name] for log in logs) for name in logs[0]}
     assert criterion.logging_outputs_can_be_summed()
     for outputs in logs, [summed]:
-        with metrics.aggregate(new_root=True) as found:
+        with metrics.aggregate(new_root=True) as aggregator:
             criterion.reduce_metrics(outputs)
-        values = found.get_smoothed_values()
+        values = aggregator.get_smoothed_values()
         assert values["reward"] - values["baseline"] == pytest.approx(values["advantage"], abs=2e-3)
         assert values["reward"] == pytest.approx(summed["reward"] / 7, abs=1e-3)
         assert values["length"] == pytest.approx(summed["length"] / 7, abs=1e-3)
@@ -257,7 +257,7 @@ def test_dropout_in_the_loss(task, model):
         criterion = criterion_of(task, samples=2, dropout_in_loss=with_dropout)
         criterion.captions = lambda *args: captions
         losses[with_dropout] = {criterion(model, sample)[0].item() for _ in range(3)}
-    assert [len(found) for found in losses.values()] == [1, 3]
+    assert [len(values) for values in losses.values()] == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

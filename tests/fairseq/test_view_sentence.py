@@ -89,47 +89,47 @@ def test_what_is_shown_is_what_the_layers_of_a_transformer_use(trained):
 @pytest.mark.parametrize("name", ["luong", "bahdanau"])
 def test_the_alignment_of_an_lstm_is_the_decoder_s(trained, name):
     reader = load(trained[name], None, None)
-    found = read(reader, SENTENCE, "eht tac cat", 2, True)
-    (layer,) = found.maps
+    sentence = read(reader, SENTENCE, "eht tac cat", 2, True)
+    (layer,) = sentence.maps
     assert (layer.name, layer.kind, layer.parts) == ("decoder.attention", ALIGNMENT, {})
     source = reader.encoded("", SENTENCE, reader.task.source_dictionary)[0]
     target = reader.encoded("", "eht tac cat", reader.task.target_dictionary)[0]
     with torch.no_grad():
         _, more = reader.model(source[None], torch.tensor([len(source)]), target.roll(1)[None])
     torch.testing.assert_close(layer.weights, more)
-    assert found.words[ALIGNMENT] == (["eht", "tac", "cat <unk>", "</s>"], [*SENTENCE.split(), "</s>"])
-    assert found.unknown == ["cat"]
+    assert sentence.words[ALIGNMENT] == (["eht", "tac", "cat <unk>", "</s>"], [*SENTENCE.split(), "</s>"])
+    assert sentence.unknown == ["cat"]
 
 
 def test_layers_of_fairseq_s_own_transformer(trained):
     reader = load(trained["stock"], None, None)
-    found = read(reader, SENTENCE, "eht tac", 2, True)
-    assert [layer.kind for layer in found.maps] == [ENCODER] * 2 + [DECODER, ALIGNMENT] * 2
-    assert all(layer.weights.shape[0] == 2 and not layer.parts for layer in found.maps)
+    sentence = read(reader, SENTENCE, "eht tac", 2, True)
+    assert [layer.kind for layer in sentence.maps] == [ENCODER] * 2 + [DECODER, ALIGNMENT] * 2
+    assert all(layer.weights.shape[0] == 2 and not layer.parts for layer in sentence.maps)
     source = reader.encoded("", SENTENCE, reader.task.source_dictionary)[0]
     target = reader.encoded("", "eht tac", reader.task.target_dictionary)[0]
     with torch.no_grad():  # fairseq's own alignment is the mean over the heads of the last layer
         _, more = reader.model(source[None], torch.tensor([len(source)]), target.roll(1)[None])
-    torch.testing.assert_close(found.maps[-1].weights.mean(0), more["attn"][0][0])
-    assert all((layer.weights.triu(1) == 0).all() for layer in found.maps if layer.kind == DECODER)
+    torch.testing.assert_close(sentence.maps[-1].weights.mean(0), more["attn"][0][0])
+    assert all((layer.weights.triu(1) == 0).all() for layer in sentence.maps if layer.kind == DECODER)
 
 
 def test_the_model_s_own_translation_and_kernels_of_dynamic_convolution(trained):
-    found = seen(trained["content"])
-    assert [layer.kind for layer in found.maps] == [ENCODER, ENCODER, ALIGNMENT, ALIGNMENT]
-    assert found.maps[0].weights.shape == (16, 6, 6)
-    assert not any(layer.parts for layer in found.maps)
-    queries, keys = found.words[ALIGNMENT]
+    sentence = seen(trained["content"])
+    assert [layer.kind for layer in sentence.maps] == [ENCODER, ENCODER, ALIGNMENT, ALIGNMENT]
+    assert sentence.maps[0].weights.shape == (16, 6, 6)
+    assert not any(layer.parts for layer in sentence.maps)
+    queries, keys = sentence.words[ALIGNMENT]
     assert queries[-1] == keys[-1] == "</s>"
     assert 1 <= len(queries) <= 2 * len(keys) + 11
-    assert found.maps[2].weights.shape == (4, len(queries), len(keys))
+    assert sentence.maps[2].weights.shape == (4, len(queries), len(keys))
 
 
 def test_a_language_model_reads_the_sentence_itself(trained):
-    found = seen(trained["lm"])
-    assert {layer.kind for layer in found.maps} == {DECODER}
-    assert found.words[DECODER] == ([*SENTENCE.split(), "</s>"], ["</s>", *SENTENCE.split()])
-    assert all((layer.weights.triu(1) == 0).all() and layer.weights.shape[1:] == (6, 6) for layer in found.maps)
+    sentence = seen(trained["lm"])
+    assert {layer.kind for layer in sentence.maps} == {DECODER}
+    assert sentence.words[DECODER] == ([*SENTENCE.split(), "</s>"], ["</s>", *SENTENCE.split()])
+    assert all((layer.weights.triu(1) == 0).all() and layer.weights.shape[1:] == (6, 6) for layer in sentence.maps)
     with pytest.raises(ViewError, match="--target is for a translation"):
         seen(trained["lm"], target="the")
 
@@ -224,8 +224,8 @@ def test_pieces_of_sentencepiece(trained, tmp_path):
         input=str(text), model_prefix=str(tmp_path / "pieces"), vocab_size=24, minloglevel=2, hard_vocab_limit=False
     )
     reader = load(trained["luong"], None, tmp_path / "pieces.model")
-    found = read(reader, "the cat", "eht", 1, False)
-    pieces = [piece.removesuffix(" <unk>") for piece in found.words[ALIGNMENT][1][:-1]]
+    sentence = read(reader, "the cat", "eht", 1, False)
+    pieces = [piece.removesuffix(" <unk>") for piece in sentence.words[ALIGNMENT][1][:-1]]
     assert "".join(pieces).replace("▁", " ").strip() == "the cat"
     assert len(pieces) >= 2
     with pytest.raises(ViewError, match=r"--sentencepiece-model .*text cannot be loaded"):
