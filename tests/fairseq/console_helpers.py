@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,13 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.fairseq.fairseq_helpers import ROOT
-
-ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-
-
-def script(command: str) -> str:
-    return str(Path(sys.executable).with_name(f"fairseq-{command}"))
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, script
 
 
 def parameters(folder: Path) -> dict[str, torch.Tensor]:

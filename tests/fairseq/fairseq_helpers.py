@@ -11,16 +11,21 @@ from typing import Any
 
 import torch
 
+ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[2]
 WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
+
+
+def script(command: str) -> str:
+    return str(Path(sys.executable).with_name(f"fairseq-{command}"))
 
 
 def fairseq(command: str, *arguments: Any, check: bool = True, text: str | None = None) -> str:
     """Run a stock fairseq console command from the repository root with ``text`` as its input; return its output."""
     result = subprocess.run(
-        [str(Path(sys.executable).with_name(f"fairseq-{command}")), *map(str, arguments)],
+        [script(command), *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         input=text,
         capture_output=True,
         text=True,

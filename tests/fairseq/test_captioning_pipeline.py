@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fairseq.console_helpers import ENVIRONMENT
-from tests.fairseq.fairseq_helpers import ROOT
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT
 
 pytest.importorskip("fairseq")
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.console_helpers import ENVIRONMENT, in_one_process, meeting_place, parameters, script
-from tests.fairseq.fairseq_helpers import ROOT, WORDS, fairseq
+from tests.fairseq.console_helpers import in_one_process, meeting_place, parameters
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, fairseq, script
 
 pytest.importorskip("fairseq")
 

@@ -26,8 +26,8 @@ from fairseq_cli import train
 from attn_plugins.captioning.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
 from tests.fairseq.captioning_helpers import model_of, task_of, write_images
-from tests.fairseq.console_helpers import ENVIRONMENT, meeting_place
-from tests.fairseq.fairseq_helpers import ROOT, forget_best
+from tests.fairseq.console_helpers import meeting_place
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, forget_best
 
 PAD, EOS = 1, 2
 

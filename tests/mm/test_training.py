@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.mm.mm_helpers import ROOT, TEST_TOOL, mmseg_tool
-from tests.mm.training_run import EPOCHS, ITERATIONS_PER_EPOCH, Run, assert_same_weights
+from tests.mm.training_run import ENVIRONMENT, EPOCHS, ITERATIONS_PER_EPOCH, Run, assert_same_weights
 
 BASE = ROOT / "configs/mmdet/digits/atss_narrow-r50-attn0010-dcn_fpn_digits.py"
 
@@ -236,9 +235,7 @@ def test_mmseg_trains_tests_and_infers(name, digits, tmp_path):
 
 def run_tool(tool: Path, *arguments: object) -> str:
     """Run a toolkit's tool on one thread and return its output."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(tool), *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr

@@ -13,6 +13,8 @@ import torch
 from tests.mm.mm_helpers import ROOT, TRAIN_TOOL
 
 ITERATIONS_PER_EPOCH, EPOCHS = 4, 3
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
 class Run:
@@ -37,12 +39,9 @@ class Run:
         if processes > 1:
             launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             arguments = (*arguments, "--launcher", "pytorch")
-        path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         options = ["--cfg-options", f"train_dataloader.batch_size={batch_size}"]
         command = [sys.executable, *launcher, TRAIN_TOOL, self.config, "--work-dir", self.folder, *arguments, *options]
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        if kill_after is not None:
-            environment["KILL_AFTER"] = str(kill_after)
+        environment = ENVIRONMENT if kill_after is None else {**ENVIRONMENT, "KILL_AFTER": str(kill_after)}
         with self.log.open("a") as log:
             return subprocess.run(
                 [str(part) for part in command],
