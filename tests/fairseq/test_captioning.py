@@ -29,6 +29,7 @@ def test_words_are_karpathys():
     assert words_of(" ... ") == []
 
 
+@pytest.mark.slow
 def test_the_dictionary_is_made_once_of_frequent_words(folder):
     # Not forked: threads of earlier tests have left locks in this process that a child would wait for.
     with ProcessPoolExecutor(3, get_context("spawn")) as pool:

@@ -114,6 +114,7 @@ def test_the_thesis_sizes_and_schedule(recipe, folder):
         assert (cfg.criterion.reward, cfg.criterion.baseline, cfg.criterion.samples) == ("cider-d", "greedy", 1)
 
 
+@pytest.mark.sampled(3, every_value=False)
 @pytest.mark.parametrize("command", one_line_commands(README))
 def test_the_one_line_commands_are_the_recipes(command, folder):
     """The commands and recipes agree in every field."""

@@ -193,6 +193,7 @@ def test_nothing_follows_the_end(task, model):
     assert captions.ne(PAD).any((0, 1)).all()  # no column is only padding
 
 
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("options", [dict(samples=8), dict(samples=8, baseline="mean")], ids=["greedy", "mean"])
 def test_rewards_rise(task, model, options):
     """Training raises the reward of sampled captions; with the mean baseline, soon that of greedy captions as well."""

@@ -179,6 +179,7 @@ model = dict(
 """
 
 
+@pytest.mark.slow
 def test_ccnet_of_mmseg_takes_ours(python, tmp_path):
     """mmseg may be imported before the drop-in, as in this process, or after it, in a fresh interpreter."""
     registry = pytest.importorskip("mmseg.registry", reason="mmsegmentation is not installed")

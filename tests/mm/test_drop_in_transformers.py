@@ -37,7 +37,6 @@ MMDET = [
     "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco",
 ]
 MMSEG = [
-    "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
     "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
     "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512",
 ]
@@ -145,6 +144,9 @@ def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor]
 
 
 MORE = [  # of the kinds above
+    pytest.param("mmseg", "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512", marks=pytest.mark.slow)
+]
+MORE += [
     pytest.param("mmdet", name, marks=pytest.mark.slow)
     for name in (
         "conditional_detr/conditional-detr_r50_8xb2-50e_coco",

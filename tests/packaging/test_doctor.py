@@ -135,6 +135,7 @@ def test_which_operators_serve_mmcv_is_named(healthy):
     assert re.search(rf"mmcv +mmcv \S+ \(onedl-mmcv\): {serves}; AAConv2d", healthy[1])
 
 
+@pytest.mark.slow
 def test_the_stand_in_is_named_where_mmcv_has_no_extension(python):
     """A compiled extension is hidden."""
     pytest.importorskip("mmcv")

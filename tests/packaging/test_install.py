@@ -346,7 +346,9 @@ class TestWheels:
         monkeypatch.setattr(wheels, "version", lambda name: "2.9.0" if name == "torch" else real(name))
         assert wheels.Target(self.package, cuda=False).folder != folder
 
-    @pytest.mark.parametrize("torch, works", [("2.11.0", False), ("2.12.0+cu132", True)])
+    @pytest.mark.parametrize(
+        "torch, works", [("2.11.0", False), pytest.param("2.12.0+cu132", True, marks=pytest.mark.slow)]
+    )
     def test_newer_torch_gets_cxx20(self, index, tmp_path, monkeypatch, torch, works):
         """From 2.12 on, torch's headers need C++20, although the package asks for 17."""
         index(check=NEEDS_CXX20)
@@ -364,6 +366,7 @@ class TestWheels:
         with pytest.raises(InstallError, match="'no-such-compiler' is not on the PATH"):
             self.build()
 
+    @pytest.mark.slow
     def test_an_interrupted_compilation_resumes_with_its_objects(self, index, monkeypatch):
         """A failure keeps the sources, so that a second call continues where the first one ended."""
         index(answer="#error not yet")

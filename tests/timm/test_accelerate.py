@@ -53,6 +53,7 @@ def results(model: nn.Module, x: Tensor, train: bool) -> dict[str, Tensor]:
     return {"output": output.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
+@pytest.mark.sampled(5, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_stay(name):
     model = build(name)

@@ -34,6 +34,7 @@ def stock() -> torch.nn.Module:
     return model.eval()
 
 
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("name, room", [("attn0010_dcn_resnet50", "attended_resnet"), ("aa_resnet50", "aa_resnet")])
 def test_create_model_in_a_fresh_interpreter(name, room, python):
     code = f"import timm; print(type(timm.create_model({name!r})).__module__)"

@@ -17,7 +17,7 @@ from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: 
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 
 # Each function draws other models.
-pytestmark = pytest.mark.sampled(3, every_value=False)
+pytestmark = pytest.mark.sampled(2, every_value=False)
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
 ENTRIES = sorted(name for name in attn_plugins.timm.__all__ if timm.is_model(name))  # vision transformers as well
@@ -173,6 +173,7 @@ def test_exported(name):
         torch.testing.assert_close(exported(more), model(more), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
 def test_onnx_runtime_gives_the_same(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")

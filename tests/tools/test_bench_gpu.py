@@ -112,6 +112,7 @@ def test_a_call_keeps_what_is_done_and_ends_in_time(tmp_path, monkeypatch):
     assert not (tmp_path / "done.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_rows_and_kernels_are_appended_and_resumed(tmp_path, monkeypatch, capfd):
     steps = [
         dict(name="one row", rows=["calls"], k="window.*forward"),

@@ -28,7 +28,9 @@ from tools.pictures import BadPicture, open_picture
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("path", ["entangled", f"entangled:other:{':'.join(CAPTIONERS)}"])
+@pytest.mark.parametrize(
+    "path", ["entangled", pytest.param(f"entangled:other:{':'.join(CAPTIONERS)}", marks=pytest.mark.slow)]
+)
 def test_the_caption_is_that_of_fairseq_generate(path, captioned, tmp_path, capsys):
     names = [f"{i:06}" for i in range(6, 10)]
     assert run(captioned, tmp_path, *(captioned / f"images/{name}.jpg" for name in names), path=path) == 0

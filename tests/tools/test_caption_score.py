@@ -52,6 +52,7 @@ def report(tmp_path: Path) -> dict:
     return json.loads((tmp_path / "scores.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_score_with_java(score, tmp_path, capfd):
     pytest.importorskip("pycocoevalcap", reason=NEEDS)
     if shutil.which("java") is None:

@@ -324,6 +324,7 @@ def test_download_by_pip(tmp_path, monkeypatch, capsys):
     assert corpus.main([str(tmp_path / "again"), *arguments]) == 0
 
 
+@pytest.mark.slow
 def test_real_catalogues(tmp_path):
     system = Path("/usr/share/locale")
     if len(list(system.glob("de/LC_MESSAGES/*.mo"))) < 10:

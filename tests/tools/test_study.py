@@ -168,6 +168,7 @@ def test_classifiers(crops, tmp_path, capsys):
     assert "was obtained with other options" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_failing_command_is_named(crops, tmp_path, capsys):
     need("timm", "matplotlib", "skimage", "sklearn")
     (crops / "moving_digits_2").mkdir()

@@ -81,7 +81,7 @@ BOTH = ["encoder.layers.1.self_attn", "decoder.layers.1.cross_attn"]
     [
         pytest.param("detr", BOTH, (1, 0, 1, 0), marks=pytest.mark.slow),
         ("attended", [*BOTH, f"{BOTH[0]}.parts"], (1, 0, 1, 0)),
-        ("deformable", BOTH, (0, 1, 0, 1)),
+        pytest.param("deformable", BOTH, (0, 1, 0, 1), marks=pytest.mark.slow),
         pytest.param(
             "mask2former", [*(f"panoptic_head.{n}" for n in MASKS), "masks"], (0, 1, 3, 0), marks=pytest.mark.slow
         ),
@@ -218,7 +218,8 @@ def test_a_panel_for_each_of_the_surest_slots(tmp_path):
 # --- the page in a browser ----------------------------------------------------------------------------------------
 
 
-def test_a_click_and_the_arrow_keys_choose_the_object(shown, browser):
+@pytest.mark.slow
+def test_a_click_and_the_arrow_keys_choose_the_object(browser, shown):
     file = shown("mask2former") / "attention.html"
     open_page(browser, file)
     held = page_data(file)["objects"]
@@ -244,7 +245,7 @@ def test_a_click_and_the_arrow_keys_choose_the_object(shown, browser):
         assert (chosen[2] - chosen[0]) * (chosen[3] - chosen[1]) == pytest.approx(area)
 
 
-def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
+def test_points_follow_the_pixel_the_object_and_the_head(browser, shown):
     file = shown("deformable") / "attention.html"
     open_page(browser, file)
     assert browser.run("pointPanels.length") == 4
@@ -268,7 +269,7 @@ def test_points_follow_the_pixel_the_object_and_the_head(shown, browser):
     assert browser.run("pointPanels[2].text.textContent").split(": ")[1].startswith("16 points")
 
 
-def test_a_page_of_objects_alone(configs, photograph, tmp_path, browser):
+def test_a_page_of_objects_alone(browser, configs, photograph, tmp_path):
     arguments = [configs["deformable"], photograph, "--output", tmp_path, "--layers", "decoder.*"]
     assert run(*arguments, "--least-score", 0) == 0
     open_page(browser, tmp_path / "attention.html")

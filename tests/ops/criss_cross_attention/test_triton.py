@@ -299,6 +299,7 @@ for variant, kernel in variants(recorded).items():
 """
 
 
+@pytest.mark.slow
 def test_compiles_without_the_gradient_of_values():
     """Both branches are compiled, also that of the values' channels, which no program takes."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

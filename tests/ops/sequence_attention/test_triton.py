@@ -82,6 +82,7 @@ def test_sizes(T, S, K, d, dv, start, causal):
     check(ATTEND, terms, options(start=start, causal=causal), 1e-4 if T == 1 else None)
 
 
+@pytest.mark.sampled(3, every_value=False)
 @pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)])
 def test_shared_logits(axes, small_tiles):
     """Their gradients are sums over the axes along which they are broadcast."""
@@ -271,8 +272,9 @@ assert len(every) == 6, len(every)
     python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled ahead of time in a process of their own")
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_kernels_compile_without_spills(python, capability):
     code = (
         VARIANTS
