@@ -87,6 +87,18 @@ def test_settings_are_networks(tmp_path):
     assert max(detection[n][0] for n in ("detr", "deformable-detr-1level")) < 1.1 * detection["detr"][0]
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if Study(name).data["toolkit"] == "classifier"])
+def test_settings_of_classifiers_are_networks(name, tmp_path):
+    need("timm", "matplotlib", "skimage", "sklearn")
+    from tools.train.model import create_model
+
+    runner = toolkit(name, tmp_path)
+    runs = [Run(setting, part, 0) for setting in runner.study.settings for part in runner.study.parts]
+    assert len({(one.part, json.dumps(runner.options(one))) for one in runs}) == len(runs)
+    for one in runs:
+        create_model(runner.config(one), 3)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -56,7 +56,7 @@ class Study:
         self.data: dict[str, Any] = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
         if "like" in self.data:
             self.data = {**Study(self.data["like"]).data, **self.data}
-            self.data["train"] = f"{self.data['train']} {self.data.get('more', '')}".rstrip()
+            self.data["train"] = f"{self.data.get('train', '')} {self.data.get('more', '')}".strip()
         self.settings: dict[str, Any] = {
             name: self.data["form"].format(*options).rstrip() if isinstance(options, list) else options
             for name, options in self.data["settings"].items()
