@@ -252,7 +252,7 @@ def vit_attention(name: str, **options: Any) -> type[ViTAttention]:
 
     Args:
         name: Name of the class.
-        **options: Options of :class:`ViTAttention` from ``attention_type`` to ``smoothing``.
+        **options: Options of :class:`ViTAttention`: ``attention_type`` to ``smoothing``, and ``gate_init``.
     """
     for option in options:
         if option not in OPTIONS:
@@ -279,7 +279,7 @@ def _blank(name: str, given: tuple[tuple[str, Any], ...]) -> ViTAttention:
     return layer.__new__(layer)
 
 
-OPTIONS = ("attention_type", "spatial_range", "kernel_size", "outside", "smoothing")
+OPTIONS = ("attention_type", "spatial_range", "kernel_size", "outside", "smoothing", "gate_init")
 LAYERS: dict[str, dict[str, Any]] = {
     **{f"attn{bits}": dict(attention_type=bits) for bits in map("".join, product("01", repeat=4))},
     "attn_bilateral": dict(attention_type="1000", kernel_size=13),

@@ -207,10 +207,12 @@ def test_attention_masks_and_dropout():
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
 def test_our_names(size):
     stock = timm.create_model(f"vit_{size}_patch16_224", depth=1)
-    model = timm.create_model(f"attn_vit_{size}_patch16_224", depth=1, attention_type="1011", kernel_size=3)
+    options = dict(attention_type="1011", kernel_size=3, gate_init=0.5)
+    model = timm.create_model(f"attn_vit_{size}_patch16_224", depth=1, **options)
     model.load_state_dict(stock.state_dict(), strict=True)
     (layer,) = layers_of(model)
     assert (layer.attention_type, layer.kernel_size, layer.num_heads) == ("1011", 3, stock.blocks[0].attn.num_heads)
+    assert (layer.gate == 0.5).all()
     assert timm.create_model(f"attn_vit_{size}_patch16_224", depth=1).blocks[0].attn.attention_type == "1111"
     assert model.default_cfg["architecture"] == f"attn_vit_{size}_patch16_224"
 
