@@ -9,6 +9,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
+from itertools import islice, permutations
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from tools.datasets import image_folders  # noqa: E402
 from tools.train.__main__ import main  # noqa: E402
 from tools.train.checkpoint import read_weights  # noqa: E402
 from tools.train.config import ConfigError, load  # noqa: E402
+from tools.train.model import create_model  # noqa: E402
 from tools.train.trainer import create_scheduler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -301,6 +304,38 @@ def test_placed_digits(monkeypatch):
     assert max(areas) > 4 * min(areas)
     again = list(image_folders.placed_digits(False, 2, 0))
     assert all((one == other).all() for (_, _, one), (_, _, other) in zip(upright, again))
+
+
+def test_arrangements():
+    """The class is what stands beside the 0 and above or below it; the halves share no sample of a digit."""
+    known = {half: {} for half in ("train", "val")}
+    for half, name, pixels in image_folders.digits():
+        known[half][pixels.tobytes()] = image_folders.CLASSES.index(name)
+    images = list(image_folders.arrangements(2, 1, 0))
+    assert Counter((half, name) for half, name, _ in images) == {
+        (half, a + b): 4 * count for half, count in (("train", 2), ("val", 1)) for a, b in permutations("123", 2)
+    }
+    for half, name, image in images:
+        corners = [image[top : top + 16 : 2, left : left + 16 : 2] for top in (32, 80) for left in (32, 80)]
+        shown = [known[half][corner.tobytes()] for corner in corners]
+        zero = shown.index(0)
+        assert name == f"{shown[(1, 0, 3, 2)[zero]]}{shown[(2, 3, 0, 1)[zero]]}"
+        assert (image_folders.arranged(corners) == image).all()
+    again = list(image_folders.arrangements(2, 1, 0))
+    assert all((one == other).all() for (_, _, one), (_, _, other) in zip(images, again))
+
+
+def test_only_positions_tell_arrangements_apart():
+    """Attention alone without positions gives all orders of the same digits the same logits."""
+    samples = [pixels for _, _, pixels in islice(image_folders.digits(), 4)]
+    images = np.stack([image_folders.arranged([samples[n] for n in order]) for order in permutations(range(4))])
+    x = torch.from_numpy(images).permute(0, 3, 1, 2).double() / 255
+    for position in ("none", "relative"):
+        changes = [f"model_args.position={position}", "model_args.zero_init_last=false"]
+        model = create_model(load(ROOT / "configs/timm/arrangements.yaml", changes), 6).double().eval()
+        with torch.no_grad():
+            logits = model(x)
+        assert torch.allclose(logits, logits[:1], rtol=1e-9, atol=0) == (position == "none")
 
 
 def test_crops_keep_their_halves_apart(tmp_path, capsys):

@@ -6,18 +6,23 @@
     python -m tools.datasets.image_folders crops data/photograph_crops     # which photograph is this crop from?
     python -m tools.datasets.image_folders upright data/upright_digits     # digits on 128×128 pixels, of one size
     python -m tools.datasets.image_folders deformed data/deformed_digits   # … turned, sheared and scaled
+    python -m tools.datasets.image_folders arrangements data/arrangements  # four digits: which is beside which?
 
 ``digits``: scikit-learn's 1,797 digits, every fifth of a class for validation. ``crops``: random crops of the
 photographs in scikit-learn and scikit-image, one class per photograph; validation crops come from the right part of
 each photograph, which no training crop touches. ``upright`` and ``deformed``: the digits of ``digits`` in the same
 halves, ``--copies`` of each at random places; the deformed ones are turned by up to 60° and sheared, and their sides
-are 25 to 100 pixels. The same recipe gives the same pixels on every run.
+are 25 to 100 pixels. ``arrangements``: the digits 0 to 3, one of each in the corners of a square, in all 24 orders; the
+class is the digit beside the 0 and the one above or below it, so that only positions tell the classes apart. The same
+recipe gives the same pixels on every run.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +33,9 @@ from tools.datasets.digits_on_photographs import CLASSES, PHOTOGRAPHS, digit_sam
 from tools.datasets.recipes import new_folder
 
 PLACED = 128  # pixels of a side
+# First rows and columns of an arrangement's digits, of 16 pixels. Between two of them, and between one and the border,
+# are more than the 31 pixels that a cell sees before the first attention of configs/timm/arrangements.yaml.
+CORNERS = (32, 80)
 ZOOM = (1.0, 2.0)  # pixels of the photograph per pixel of a crop
 
 
@@ -72,6 +80,30 @@ def crops(train: int, val: int, side: int, seed: int) -> Iterator[tuple[str, str
                 yield half, name, np.asarray(crop.resize((side, side), Image.Resampling.BILINEAR))
 
 
+def arranged(corners: Sequence[np.ndarray]) -> np.ndarray:
+    """Place four digits (8, 8, 3): top left, top right, bottom left, bottom right."""
+    image = np.zeros((PLACED, PLACED, 3), np.uint8)
+    for place, pixels in enumerate(corners):
+        top, left = CORNERS[place // 2], CORNERS[place % 2]
+        image[top : top + 16, left : left + 16] = pixels.repeat(2, 0).repeat(2, 1)
+    return image
+
+
+def arrangements(train: int, val: int, seed: int) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield (half, class, image): ``train`` and ``val`` images of every order of the digits 0 to 3."""
+    samples = defaultdict(list)
+    for half, name, pixels in digits():
+        samples[half, name].append(pixels)
+    for n, order in enumerate(permutations(range(4))):
+        zero = order.index(0)
+        beside, above_or_below = order[zero ^ 1], order[zero ^ 2]
+        for half, count in (("train", train), ("val", val)):
+            rng = np.random.default_rng((seed, n, half == "val"))
+            own = [samples[half, CLASSES[digit]] for digit in order]
+            for _ in range(count):
+                yield half, f"{beside}{above_or_below}", arranged([one[rng.integers(len(one))] for one in own])
+
+
 def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
     """Write the images; return their number."""
     count = 0
@@ -85,13 +117,13 @@ def build(output: Path, images: Iterator[tuple[str, str, np.ndarray]]) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_parser("datasets.image_folders", __doc__)
-    parser.add_argument("set", choices=("digits", "crops", "upright", "deformed"))
+    parser.add_argument("set", choices=("digits", "crops", "upright", "deformed", "arrangements"))
     parser.add_argument("output", type=Path, metavar="DIR")
-    parser.add_argument("--train", type=int, default=200, help="training crops of each photograph")
-    parser.add_argument("--val", type=int, default=50, help="validation crops of each photograph")
+    parser.add_argument("--train", type=int, default=200, help="training crops of a photograph, or images of an order")
+    parser.add_argument("--val", type=int, default=50, help="the same for validation")
     parser.add_argument("--side", type=int, default=32, help="side of a crop, in pixels")
     parser.add_argument("--copies", type=int, default=4, help="upright or deformed copies of each digit")
-    parser.add_argument("--seed", type=int, default=0, help="seed of crops and copies")
+    parser.add_argument("--seed", type=int, default=0, help="seed of crops, copies and arrangements")
     options = parser.parse_args(arguments)
     for name in ("train", "val", "side", "copies"):
         if getattr(options, name) < 1:
@@ -102,6 +134,7 @@ def main(arguments: list[str] | None = None) -> int:
         "crops": lambda: crops(options.train, options.val, options.side, options.seed),
         "upright": lambda: placed_digits(False, options.copies, options.seed),
         "deformed": lambda: placed_digits(True, options.copies, options.seed),
+        "arrangements": lambda: arrangements(options.train, options.val, options.seed),
     }[options.set]()
     try:
         print(f"{build(options.output, images)} images in {options.output}")
