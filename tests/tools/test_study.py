@@ -238,6 +238,7 @@ def test_translation(corpus, tmp_path, capsys):
     result = result_of(tmp_path / "out/none-2")
     assert result["updates"] == 6
     assert result["tokens"] > 6 * 50
+    assert result["bleu_by_length"].keys() <= {"short", "medium", "long"}
     assert result["options"][-2:] == ["--seed", "2"]
     hypotheses = (tmp_path / "out/none-2/hypotheses.txt").read_text().split("\n")[:-1]
     assert len(hypotheses) == 8
@@ -251,7 +252,7 @@ def test_translation(corpus, tmp_path, capsys):
 
 def test_translations_are_read_in_order_and_scored_by_characters():
     need("sacrebleu")
-    from tools.study.translation import read_translations, score
+    from tools.study.translation import read_translations, score, score_by_length
 
     log = "S-1\tb\nD-1\t-0.5\tnah .\nH-1\t-0.5\tn ah .\nD-0\t-0.25\tweit\tweg\n"
     assert read_translations(log, 2) == ["weit\tweg", "nah ."]
@@ -259,6 +260,9 @@ def test_translations_are_read_in_order_and_scored_by_characters():
         read_translations(log, 3)
     near = score(["日本語の文章です"], ["日本語の文です"], "char")["bleu"]
     assert score(["日本語の文章です"], ["日本語の文です"])["bleu"] < near < 100
+    one, other = "a b c d e", "v w x y z"
+    lengths = score_by_length([one, other, one], [one, one, one], ["▁a " * 10, "▁a " * 22, "▁a " * 9], "13a")
+    assert lengths == {"short": pytest.approx(100), "long": pytest.approx(0, abs=20)}
 
 
 @pytest.fixture
@@ -374,6 +378,22 @@ def test_every_comparison_of_a_claim_counts():
     samples = {"a": FAR, "b": Sample((1.0, 2.0, 3.0)), "c": NEAR}
     for pairs, verdict in (("ab ab", SEEN), ("ab ac", CANNOT), ("ab ac ba", NOT)):
         assert outcome({"above": [list(pair) for pair in pairs.split()]}, samples).verdict == verdict
+
+
+def test_differences_of_differences(tmp_path):
+    """A study may have several values: of long texts, and how far long ones are behind short ones."""
+    rows = [
+        {"setting": setting, "seed": seed, "bleu_by_length": {"short": 30 + seed, "long": long + 2 * seed}}
+        for setting, long in (("attention", 25), ("fixed", 9))
+        for seed in range(3)
+    ]
+    value = {"/long": "bleu_by_length.long", "/long-short": "long_minus_short"}
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/toy.json").write_text(json.dumps({"results": rows}))
+    record = findings.Record("fixed-vector", {"file": "toy.json", "value": value, "steps": []}, tmp_path)
+    assert record.samples["attention/long-short"] == Sample((-5, -4, -3), seeds=(0, 1, 2))
+    for suffix in value:
+        assert outcome({"above": [[f"attention{suffix}", f"fixed{suffix}"]]}, record.samples).verdict == SEEN
 
 
 def test_claims_and_their_studies():

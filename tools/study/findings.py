@@ -64,11 +64,12 @@ class Record:
     """A study that tests claims: an entry of ``studies`` in ``findings.yaml``.
 
     Its keys are ``data``, in words; ``file`` in ``benchmarks``; ``minutes`` of one core; ``sample`` (by default the
-    setting), ``value`` and ``factor``, which read samples from the results, or ``samples``, which are those of a page;
-    ``steps`` with the file that marks one as made (by default ``tools.study NAME`` is the last); ``product``, which
-    the last step writes (by default ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was
-    measured by hand; ``needed`` samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file
-    of each other, so that they resume from ``file`` on another machine.
+    setting), ``value`` (or several, each by a suffix of the sample's name) and ``factor``, which read samples from the
+    results, or ``samples``, which are those of a page; ``steps`` with the file that marks one as made (by default
+    ``tools.study NAME`` is the last); ``product``, which the last step writes (by default
+    ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was measured by hand; ``needed``
+    samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each other, so that they
+    resume from ``file`` on another machine.
     """
 
     def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
@@ -89,13 +90,15 @@ class Record:
         if "samples" in content:
             return {name: Sample(tuple(values)) for name, values in content["samples"].items()}
         samples: dict[str, Sample] = {}
+        values = content["value"] if isinstance(content["value"], dict) else {"": content["value"]}
         for row in rows(json.loads(self.file.read_text(encoding="utf-8"))):
             name = content.get("sample", "{setting}").format_map(row)
-            number = value(row, content["value"]) * content.get("factor", 1)
-            before = samples.get(name, Sample(()))
-            seeds = (*before.seeds, row["seed"]) if "seed" in row else ()
-            interval = None if before.values else row.get("bleu_interval")
-            samples[name] = Sample((*before.values, number), interval, seeds=seeds)
+            for suffix, of in values.items():
+                number = value(row, of) * content.get("factor", 1)
+                before = samples.get(f"{name}{suffix}", Sample(()))
+                seeds = (*before.seeds, row["seed"]) if "seed" in row else ()
+                interval = row.get("bleu_interval") if of == "bleu" and not before.values else None
+                samples[f"{name}{suffix}"] = Sample((*before.values, number), interval, seeds=seeds)
             if "multiply_adds" in row:
                 samples[f"{name}/operations"] = Sample((value(row, "operations"),), exact=True)
         return samples

@@ -22,6 +22,7 @@ VALUES: dict[str, Callable[[Row], float]] = {
     "epoch_minutes": lambda row: row["train_cpu_seconds"] / 60 / len(row["top1"]),
     "epoch_seconds": lambda row: row["train_cpu_seconds"] / row["epochs"][-1],
     "millions": lambda row: row["parameters"] / (1e6 if isinstance(row["parameters"], int) else 1),
+    "long_minus_short": lambda row: row["bleu_by_length"]["long"] - row["bleu_by_length"]["short"],
     "operations": lambda row: row["multiply_adds"] / 1e6,
 }
 

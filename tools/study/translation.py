@@ -24,6 +24,7 @@ GENERATION = (
     "--cpu --num-workers 0 --gen-subset test --beam 4 --max-tokens 4000 --required-batch-size-multiple 1 "
     "--remove-bpe sentencepiece"
 )
+LENGTHS = {"short": range(1, 11), "medium": range(11, 22), "long": range(22, 10**6)}  # pieces of the source
 TOKENS = {"ja": "char", "ko": "char", "th": "char", "zh": "zh"}  # BLEU's tokenisers for languages without spaces
 
 
@@ -55,6 +56,18 @@ def score(hypotheses: list[str], references: list[str], tokens: str = "13a") -> 
         "chrf": chrf.corpus_score(hypotheses, [references]).score,
         "signatures": {"BLEU": str(bleu.get_signature()), "chrF": str(chrf.get_signature())},
     }
+
+
+def score_by_length(hypotheses: list[str], references: list[str], sources: list[str], tokens: str) -> dict[str, float]:
+    """Compute BLEU of the test sentences of each of :data:`LENGTHS` that there are; ``sources`` are in pieces."""
+    from sacrebleu.metrics import BLEU
+
+    bleu, pieces, scores = BLEU(tokenize=tokens), [len(source.split()) for source in sources], {}
+    for name, lengths in LENGTHS.items():
+        if chosen := [number for number, count in enumerate(pieces) if count in lengths]:
+            of_length = [[lines[number] for number in chosen] for lines in (hypotheses, references)]
+            scores[name] = bleu.corpus_score(of_length[0], of_length[1:]).score
+    return scores
 
 
 class Translation:
@@ -108,15 +121,18 @@ class Translation:
         seconds = run("fairseq-train", training, folder / "train.log")
         translation = [binary, PLUGINS, f"--path={folder / 'checkpoint_last.pt'}", *shlex.split(GENERATION)]
         generation = run("fairseq-generate", translation, folder / "generate.log")
-        target = self.recipe["languages"][1]
-        references = (self.corpus / f"test.{target}").read_text(encoding="utf-8").split("\n")[:-1]
+        source, target = self.recipe["languages"]
+        files = (self.corpus / f"test.{target}", self.corpus / f"bpe/test.{source}")
+        references, sources = (file.read_text(encoding="utf-8").split("\n")[:-1] for file in files)
+        tokens = TOKENS.get(target.split("_")[0], "13a")
         log = (folder / "generate.log").read_text(encoding="utf-8")
         hypotheses = read_translations(log, len(references))
         write_text(folder / "hypotheses.txt", "".join(f"{line}\n" for line in hypotheses))
         trained = self.read_training(folder / "train.log")
         return {
             **trained,
-            **score(hypotheses, references, TOKENS.get(target.split("_")[0], "13a")),
+            **score(hypotheses, references, tokens),
+            "bleu_by_length": score_by_length(hypotheses, references, sources, tokens),
             "train_cpu_seconds": round(seconds, 1),
             "generate_cpu_seconds": round(generation, 1),
             "tokens_per_cpu_second": round(trained["tokens"] / seconds),
