@@ -38,6 +38,30 @@ def test_our_runs_have_their_panels():
     assert min(own.values(), key=lambda point: point.operations).operations == 0
 
 
+def test_classifiers_of_deformed_digits(tmp_path):
+    """Points are means over seeds, at the multiply-adds that a setting adds to the plain network."""
+    pytest.importorskip("timm")
+    from tools.study.settings import Study
+    from tools.train.config import Config, load
+
+    study, file = Study("deformed-digits"), tmp_path / "runs.json"
+    results = []
+    for setting, added in (("plain", 0), ("deformable", 5), ("0010+deformable", 7), ("1111", 1)):
+        config = load(tradeoff.networks.CONFIGS.parent / study.data["recipe"], study.options(setting))
+        options = {key: value for key, value in vars(config).items() if value != getattr(Config(""), key)}
+        row = {"set": "stride-8", "setting": setting, "options": options, "images": {"classes": 10}}
+        results += [{**row, "seed": seed, "top1": [10, 50 + added + seed]} for seed in (0, 2)]
+    file.write_text(json.dumps({"results": results}))
+    ((title, points),) = tradeoff.classified(file).items()
+    assert title == "top-1 in %, ours, deformed digits, stride 8"
+    assert [point.accuracy for point in points] == [51, 56, 58, 52]
+    assert points[0].interval == pytest.approx(12.706 * 2**0.5 / 2**0.5)
+    plain, deformable, salient, full = (point.operations for point in points)
+    assert 0 == plain < deformable < salient < full
+    tradeoff.plot(tmp_path / "figure.png", RUNS, file)
+    assert not tradeoff.classified(tmp_path / "missing.json")
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_picture(tmp_path, capsys, suffix):
     pytest.importorskip("fairseq")

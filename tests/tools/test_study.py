@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -419,6 +420,21 @@ def test_claims_and_their_studies():
 
 def test_the_page_is_that_of_the_recorded_figures():
     assert findings.page(*findings.load()) == (ROOT / "benchmarks/findings.md").read_text()
+
+
+def test_the_figure_has_every_tested_claim(tmp_path):
+    need("matplotlib")
+    records, claims = findings.load()
+    outcomes = [findings.judge(claim, records) for claim in claims]
+    findings.draw_claims(claims, outcomes, tmp_path / "claims.svg")
+    drawn, kept = (
+        [text for text in ElementTree.parse(file).getroot().itertext() if text.strip()]
+        for file in (tmp_path / "claims.svg", ROOT / "benchmarks/findings.svg")
+    )
+    assert drawn == kept
+    tested = [claim for claim, judged in zip(claims, outcomes) if judged.differences]
+    tested = [claim["claim"].replace("`", "") for claim in tested if "/operations" not in str(claim)]
+    assert sum(text.removesuffix(" (other data)") in tested for text in drawn) == len(tested) > 40
 
 
 def test_samples_measured_by_hand_are_those_of_the_page():

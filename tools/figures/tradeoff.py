@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tools.plots import figure
+from tools.study.rules import Sample, student
+from tools.study.table import grouped
+from tools.train.config import Config
+from tools.train.model import create_model
 
 from . import convention, empirical, networks, translation
 
@@ -27,6 +34,7 @@ TASKS = {
 KINDS = {".self_attn": "self-attention", ".encoder_attn": "encoder-decoder attention"}  # by parts of module names
 TOKENS = 50  # for our small models, as in the paper
 RUNS = Path("benchmarks/translation-gettext.json")
+IMAGES = Path("benchmarks/deformed-digits.json")  # the central claim, on digits
 GROUPS = {"terms": "#1f77b4", "range": "#7fb2dd", "deformable": "#d62728", "dynamic": "#2ca02c", "bilateral": "#9467bd"}
 # Settings of the paper with a label in the figure, and the label's offset from the setting in points.
 LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (5, 5), "w/o + deformable": (5, -9)}
@@ -92,6 +100,29 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
     return {panel: points for panel, points in panels.items() if len(points) > 1}
 
 
+def classified(runs: Path = IMAGES) -> dict[str, list[Point]]:
+    """Return our small classifiers of the study ``deformed-digits`` by set, at the operations they add to ``plain``."""
+    results = json.loads(runs.read_text(encoding="utf-8"))["results"] if runs.is_file() else []
+    panels: dict[str, list[Point]] = {}
+    for part, of_part in grouped(results, lambda row: row["set"]).items():
+        settings = grouped(of_part, lambda row: row["setting"])
+        totals = {setting: executed_by(rows[0]) for setting, rows in settings.items()}
+        for setting, rows in settings.items():
+            top1 = Sample(tuple(row["top1"][-1] for row in rows))
+            half = student(len(rows) - 1) * top1.deviation / math.sqrt(len(rows)) if len(rows) > 1 else 0.0
+            point = Point(setting, (totals[setting] - totals["plain"]) / 1e6, top1.mean, half)
+            panels.setdefault(f"top-1 in %, ours, deformed digits, {part.replace('-', ' ')}", []).append(point)
+    return panels
+
+
+def executed_by(row: dict[str, Any]) -> int:
+    """Count the multiply-adds of a classifier of ``tools.study``."""
+    config = Config(**row["options"])
+    with torch.device("meta"):
+        model = create_model(config, row["images"]["classes"])
+    return convention.executed(convention.calls(model, 1, 3, *(config.input_size or (32, 32))))
+
+
 def options_of(text: str) -> dict[str, Any]:
     """Parse the options of fairseq-train that determine the operations of attention."""
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS, allow_abbrev=False)
@@ -117,9 +148,9 @@ def envelope(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def plot(path: Path, runs: Path = RUNS) -> dict[str, list[Point]]:
+def plot(path: Path, runs: Path = RUNS, images: Path = IMAGES) -> dict[str, list[Point]]:
     """Draw all panels; return their points."""
-    panels = {title: printed(task) for task, title in TASKS.items()} | measured(runs)
+    panels = {title: printed(task) for task, title in TASKS.items()} | classified(images) | measured(runs)
     rows = -(-len(panels) // 3)
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tradeoff"}
     with figure(path, rows, 3, style, dict(dpi=110), figsize=(11, 3.5 * rows)) as (whole, axes):
@@ -154,7 +185,7 @@ def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
         offset = (4, 4) if ours else LABELS[names[0]]
         axis.annotate(", ".join(names), place, offset, textcoords="offset points", fontsize=6.5, fontweight=bold)
     axis.set_title(title, fontsize=8)
-    label = "MFLOPs of attention; bars are 95 % intervals" if ours else "GFLOPs of attention"
+    label = "MFLOPs added; bars are 95 % intervals" if ours else "GFLOPs of attention"
     axis.set(xlabel=label, ylabel=title.partition(",")[0])
     axis.margins(x=0.15, y=0.1)
     axis.grid(alpha=0.25, linewidth=0.5)

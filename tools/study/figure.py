@@ -1,4 +1,4 @@
-"""Curves of a study: the mean over the seeds of every setting, and a band of one standard deviation."""
+"""Curves of a study: the mean over the seeds of every setting, and a band of one standard deviation; claims."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tools.plots import figure
+from tools.study.rules import CANNOT, MARGIN, NOT, SEEN, Outcome
 from tools.study.settings import Study
 from tools.study.table import VALUES, Row, grouped
 
+VERDICTS = {SEEN: "#3c8c5a", NOT: "#b3462c", CANNOT: "#8a8f94"}
 COLOURS = ("#b3462c", "#2b6ca3", "#3c8c5a", "#8a5fa8", "#a3792b", "#5b6770")
 
 
@@ -50,3 +52,42 @@ def draw(study: Study, results: Sequence[Row], out: Path) -> None:
                 panel.set(title=title, xlabel="CPU minutes" if minutes else "epochs", xlim=(0, None))
                 if chosen and not minutes:
                     panel.legend(frameon=False)
+
+
+def draw_claims(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], out: Path) -> None:
+    """Save our difference and its 95 % interval for every claim that trainings test, a panel for each document.
+
+    Claims are worded so that the document's difference is positive; "as good" holds right of its margin, the tick.
+    """
+    shown = [(claim, judged) for claim, judged in zip(claims, outcomes) if judged.differences]
+    shown = [(claim, judged) for claim, judged in shown if "/operations" not in str(claim)]
+    parts = grouped(shown, lambda row: row[0]["document"])
+    sizes = [len(rows) for rows in parts.values()]
+    style = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "claims"}
+    form = dict(sharex=True, height_ratios=sizes, figsize=(9, 0.17 * sum(sizes) + 1.2))
+    with figure(out, len(parts), 1, style, {}, **form) as (whole, axes):
+        for panel, (document, rows) in zip(axes.flat, parts.items()):
+            for place, (claim, judged) in enumerate(rows):
+                spread = 0.3 * len(judged.differences)
+                for number, (shift, half) in enumerate(judged.differences, 1):
+                    panel.errorbar(
+                        shift, place + spread * (number / (len(judged.differences) + 1) - 0.5), xerr=half,
+                        color=VERDICTS[judged.verdict], fmt="o", markersize=3, linewidth=1,
+                        markerfacecolor="white" if half is None else None,
+                    )  # fmt: skip
+                if "as_good" in claim:
+                    panel.plot(-claim.get("margin", MARGIN), place, "|", color="black", markersize=5)
+            names = [claim["claim"].replace("`", "") + " (other data)" * ("repeats" in claim) for claim, _ in rows]
+            panel.set(yticks=range(len(rows)), yticklabels=names, ylim=(len(rows) - 0.5, -0.5))
+            panel.set_title(document, loc="left", fontweight="bold")
+            panel.set_xscale("symlog", linthresh=1)
+            panel.axvline(0, color="black", linewidth=0.5)
+            panel.grid(axis="x", alpha=0.25, linewidth=0.5)
+        ticks = [sign * size for sign in (-1, 1) for size in (1, 3, 10, 30, 100)]
+        axes[-1, 0].set(xlabel="points of the study's metric; the documents' differences are right of 0")
+        axes[-1, 0].set_xticks([0, *ticks], [f"{tick:+d}" if tick else "0" for tick in [0, *ticks]])
+        for verdict, colour in VERDICTS.items():
+            axes[0, 0].plot([], [], "o", color=colour, markersize=3, label=verdict)
+        axes[0, 0].plot([], [], "o", color=VERDICTS[CANNOT], markerfacecolor="white", markersize=3, label="one seed")
+        axes[0, 0].plot([], [], "|", color="black", label='margin of "as good"')
+        whole.legend(loc="outside lower center", ncols=5, frameon=False)

@@ -1,4 +1,4 @@
-"""Compare the documents' claims with small trainings: run missing studies, write ``benchmarks/findings.md``.
+"""Compare the documents' claims with small trainings: run missing studies, write ``benchmarks/findings.{md,svg}``.
 
 ::
 
@@ -30,9 +30,10 @@ from typing import Any
 
 import yaml
 
-from tools import command_parser
+from tools import command_parser, need
 from tools.files import write_text
 from tools.study.commands import ROOT, StudyError, run
+from tools.study.figure import draw_claims
 from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Outcome, Sample, outcome
 from tools.study.settings import FOLDER, Study
 from tools.study.table import value
@@ -211,7 +212,8 @@ def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
     """Return the page with a table of all claims and one of the studies."""
     outcomes = [judge(claim, records) for claim in claims]
     lines = [
-        INTRODUCTION, f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
+        INTRODUCTION, "![the difference that every claim is about](findings.svg)", "",
+        f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
         *(claim_row(claim, judged) for claim, judged in zip(claims, outcomes)), "",
         "## Studies", "",
@@ -289,6 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.list:
         print(listing(records, missing))
         return 0
+    need("matplotlib")
     errors: list[str] = []
     if options.collect:
         for name in missing:
@@ -299,7 +302,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(listing(records, missing), flush=True)
         errors = carry_out_all(options.studies or missing, options.jobs)
         records, claims = load()
+    outcomes = [judge(claim, records) for claim in claims]
     write_text(ROOT / BENCHMARKS / "findings.md", page(records, claims))
-    print(counts([judge(claim, records) for claim in claims]))
-    print(f"written: {BENCHMARKS / 'findings.md'}")
+    draw_claims(claims, outcomes, ROOT / BENCHMARKS / "findings.svg")
+    print(counts(outcomes))
+    print(f"written: {BENCHMARKS / 'findings.md'} and .svg")
     return 2 if errors else 0

@@ -61,11 +61,12 @@ Samples = Mapping[str, Sample]
 
 @dataclass(frozen=True)
 class Outcome:
-    """Verdict on a claim, with its figures and its reason."""
+    """Verdict on a claim, with its figures, its reason, and the differences with half of their 95 % intervals."""
 
     verdict: str
     result: str = ""
     why: str = ""
+    differences: tuple[tuple[float, float | None], ...] = ()
 
 
 def student(freedom: float) -> float:
@@ -128,7 +129,7 @@ def compare(samples: Samples, rule: str, pair: list[str], claim: Mapping[str, An
         why = f"paired bootstrap over the test sentences, one seed: p = {p}"
     if rule == "as_good":
         why += f"; margin {margin:g}"
-    return Outcome(verdict, f"`{pair[0]}` {a}, `{pair[1]}` {b}: {shift:+.1f}", why)
+    return Outcome(verdict, f"`{pair[0]}` {a}, `{pair[1]}` {b}: {shift:+.1f}", why, ((shift, half),))
 
 
 def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
@@ -144,4 +145,5 @@ def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
     verdicts = [part.verdict for part in outcomes]
     verdict = next((v for v in (NOT, CANNOT) if v in verdicts), SEEN)
     reasons = dict.fromkeys(part.why for part in outcomes if part.verdict == verdict)
-    return Outcome(verdict, "; ".join(part.result for part in outcomes), "; ".join(reasons))
+    differences = tuple(one for part in outcomes for one in part.differences)
+    return Outcome(verdict, "; ".join(part.result for part in outcomes), "; ".join(reasons), differences)
