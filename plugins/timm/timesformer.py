@@ -104,7 +104,8 @@ class TimeSformer(VisionTransformer):
     A ViT's weights load strictly. The model then initially equals the ViT: for one image with every pattern except
     'local_global' and 'axial', and for a clip of equal frames with 'divided' and 'space'. The official checkpoints also
     load strictly ('divided', 'space' and 'joint'; :mod:`.timesformer_weights`). The time embedding is resized for
-    checkpoints and clips with another number of frames.
+    checkpoints and clips with another number of frames. As in the official code, ``drop_path_rate`` is 0.1, and drops
+    the attention of single groups (frames, tracks) and the MLP of whole clips.
 
     Args:
         *args: Positional arguments of ``VisionTransformer``.
@@ -127,7 +128,8 @@ class TimeSformer(VisionTransformer):
             raise ValueError(f"patch_drop_rate must be 0: groups need all patches, got {kwargs['patch_drop_rate']}")
         if "block_fn" in kwargs:
             raise ValueError(f"block_fn must be left out: pattern replaces it, got {kwargs['block_fn']!r}")
-        super().__init__(*args, **{**kwargs, "block_fn": partial(SpaceTimeBlock, pattern=pattern)})
+        given = {"drop_path_rate": 0.1, **kwargs, "block_fn": partial(SpaceTimeBlock, pattern=pattern)}
+        super().__init__(*args, **given)
         self.pattern, self.num_frames = pattern, num_frames
         factory: dict[str, Any] = {name: kwargs.get(name) for name in ("device", "dtype")}
         timeless = pattern == "space"

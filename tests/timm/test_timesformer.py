@@ -235,7 +235,7 @@ def test_features(pattern):
 
 def test_gradient_checkpointing_changes_no_gradient():
     for pattern in ("divided", "local_global"):
-        model = build(pattern).train()
+        model = build(pattern, drop_path_rate=0.0).train()
         gradients = []
         for enable in (False, True):
             model.zero_grad()
@@ -265,6 +265,17 @@ def test_prefix_tokens_pooling_and_drops():
     assert not torch.allclose(model(clip()), model(clip()))
     model.reset_classifier(7)
     assert model.eval()(clip()).shape == (2, 7)
+
+
+def test_paths_of_tracks_frames_and_clips_are_dropped():
+    model = build(drop_path_rate=None)
+    block, shapes = model.blocks[-1], []
+    assert block.drop2.drop_prob == pytest.approx(0.1)
+    for drop in (block.drop1, block.drop2):
+        drop.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
+    T, H, W, C = 2, 3, 4, model.embed_dim
+    block(torch.randn(5, 1 + T * H * W, C), (T, H, W), 1)
+    assert shapes == [(5 * H * W, T, C), (5 * T, 1 + H * W, C), (5, 1 + T * H * W, C)]
 
 
 @pytest.mark.parametrize("pattern", ["divided", "axial"])

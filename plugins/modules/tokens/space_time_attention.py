@@ -143,7 +143,7 @@ class SpaceTimeSelfAttention(nn.Module):
     def steps(
         self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0, drop: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run the steps, with ``drop`` applied to the results of their attention.
+        """Run the steps, with ``drop`` applied to the groups' results, (B * G, P + L, C): to frames and to tracks.
 
         Returns:
             The tokens before the last step (``x`` itself if there is only one step) and the last step's result, each
@@ -153,13 +153,12 @@ class SpaceTimeSelfAttention(nn.Module):
         last = self.get_submodule("attn")
         check_sequence("x", x, self.embed_dim, last.qkv.weight)  # type: ignore[union-attr, arg-type]
         check_clip_grid(grid, P, x.shape[1])
-        drop = drop or nn.Identity()
         for name in self.added:
             norm, attention, fc = (self.get_submodule(name + part) for part in ("norm1", "attn", "fc"))
             patches = x[:, P:]
-            patches = patches + fc(drop(attention(norm(patches), grid, 0)))
+            patches = patches + fc(attention(norm(patches), grid, 0, drop))
             x = torch.cat((x[:, :P], patches), 1) if P else patches
-        return x, drop(last(self.get_submodule("norm1")(x), grid, P))
+        return x, last(self.get_submodule("norm1")(x), grid, P, drop)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads}, pattern={self.pattern!r}"
@@ -195,16 +194,18 @@ class RegionAttention(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def forward(self, x: Tensor, grid: ClipGrid, prefix: int) -> Tensor:
-        """Apply the step: (B, P + N, C) -> (B, P + N, C)."""
+    def forward(self, x: Tensor, grid: ClipGrid, prefix: int, drop: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Apply the step, (B, P + N, C) -> (B, P + N, C), with ``drop`` applied to the groups, (B * G, P + L, C)."""
         qkv = self.qkv(x)
         parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
-        parts = [self._attend(part, qkv[:, :prefix]) for part in parts]
+        parts = [self.proj(self._attend(part, qkv[:, :prefix])) for part in parts]
+        if drop is not None:
+            parts = [drop(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in parts]
         patches = ungrouped([part[:, :, prefix:] for part in parts], self.region, grid).flatten(1, 3)
         if prefix:
             means = torch.cat([part[:, :, :prefix] for part in parts], 1).mean(1)
             patches = torch.cat((means, patches), 1)
-        return self.proj(patches)
+        return patches
 
     @torch.no_grad()
     def group_weights(self, x: Tensor, grid: ClipGrid, prefix: int) -> list[Tensor]:
