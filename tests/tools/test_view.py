@@ -125,13 +125,19 @@ def test_parts(photograph, tmp_path, capsys):
     arguments += ["--parts", "--pixels", "5,7", "--layers", "layer3.*", "--output", output]
     assert run("aa_wide_resnet28_10", photograph, *arguments) == 0
     assert names_in(output) == {"layer3.0.conv1.png", "layer3.0.conv1.parts.png", "attention.html"}
-    grid = Image.open(output / "layer3.0.conv1.parts.png")
+    grid = Image.open(output / "layer3.0.conv1.parts.png").convert("HSV")
     assert grid.width > 3 * grid.height  # the picture, two parts and the whole in one row
     (layer,) = page_data(output / "attention.html")["layers"]
     content, position, whole = map(weights_of, (layer["parts"]["content"], layer["parts"]["position"], layer))
     product = content * position / (content * position).sum((-2, -1), keepdims=True)
     assert np.abs(product - whole).max() < 0.02 * whole.max()
     assert np.abs(position - whole).max() > 0.05 * whole.max()
+    assert run("aa_wide_resnet28_10", photograph, *arguments, "--cut", 2) == 0  # no weight is left
+    coloured, grey = (
+        np.asarray(one)[:, one.width // 2 :, 1] > 100
+        for one in (grid, Image.open(output / "layer3.0.conv1.parts.png").convert("HSV"))
+    )
+    assert coloured.sum() > 10 * grey.sum()
     arguments = ["--parts", "--input-size", 32, 32, "--layers", "layer4.2.*", "--model-args", "attention_type='1000'"]
     assert run("attn_resnet50", photograph, *arguments, "--output", tmp_path / "one") == 0
     assert "no layer shown has more than one term in its logits" in capsys.readouterr().out

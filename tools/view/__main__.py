@@ -100,6 +100,8 @@ OPTIONS: list[Option] = [
      dict(action="store_true")),
     ("--parts", "add the attention of every term of the logits alone: another PNG, and a switch on the page",
      dict(action="store_true")),
+    ("--cut", "with --parts: leave out weights below W, as Fig. 3.4 of the thesis does with 0.02; default 0",
+     dict(type=float, default=0.0, metavar="W")),
     ("--input-size", "input size of a timm model; default: the training size of the checkpoint, else the model's own",
      dict(type=int, nargs=2, metavar=("H", "W"))),
     ("--output", "default: a folder for this model and picture, work_dirs/attention/MODEL-CHECKPOINT/IMAGE",
@@ -127,7 +129,8 @@ SENTENCE_OPTIONS: list[Option] = [
 ]  # fmt: skip
 # Options for pictures only and for sentences only.
 OF_PICTURES = (
-    "checkpoint", "model_args", "pixels", "rollout", "input_size", "objects", "least_score", "slots", "follow", "device"
+    "checkpoint", "model_args", "pixels", "rollout", "cut", "input_size", "objects", "least_score", "slots", "follow",
+    "device",
 )  # fmt: skip
 OF_SENTENCES = "data", "sentencepiece_model", "target", "beam"
 Drawings = list[tuple[str, Callable[[Path], object]]]  # a PNG's name, and what draws it
@@ -219,7 +222,9 @@ def show_picture(model: Any, mm: bool, options: argparse.Namespace) -> list[Path
     if not clip and any(layer.mean_first and not layer.cls for layer in view.maps):
         print("no cls token: its patches alone are queries")
     output = folder_of(options, options.image)
-    drawings = of_clip(view, pixels) if clip else [*of_pixels(view, pixels, options.parts), *of_objects(view)]
+    drawings = (
+        of_clip(view, pixels) if clip else [*of_pixels(view, pixels, options.parts, options.cut), *of_objects(view)]
+    )
     if options.parts and not any(name.endswith(".parts") for name, _ in drawings):
         print(NO_PARTS)
     written = draw(drawings, output)
@@ -273,7 +278,7 @@ def of_clip(view: View, places: Sequence[Any]) -> Drawings:
     ]
 
 
-def of_pixels(view: View, pixels: Sequence[Any], with_parts: bool) -> Drawings:
+def of_pixels(view: View, pixels: Sequence[Any], with_parts: bool, cut: float) -> Drawings:
     """Return the PNGs of every layer whose queries are pixels."""
     places = [pixel for pixel in pixels if pixel != CLS]
     drawings: Drawings = []
@@ -281,7 +286,7 @@ def of_pixels(view: View, pixels: Sequence[Any], with_parts: bool) -> Drawings:
         if shown := pixels if layer.cls else places:
             drawings.append((layer.name, partial(figures.draw_heads, view, layer, shown)))
             if with_parts and (parts := layer.parts()):
-                drawings.append((f"{layer.name}.parts", partial(figures.draw_parts, view, layer, parts, shown)))
+                drawings.append((f"{layer.name}.parts", partial(figures.draw_parts, view, layer, parts, shown, cut)))
     sampled = view.points(objects=False) if places else []
     return drawings + [(n.name, partial(figures.draw_pixel_points, view, n, places)) for n in sampled]
 

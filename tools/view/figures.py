@@ -103,8 +103,11 @@ def draw_heads(view: View, layer: Maps, pixels: Sequence[Any], out: Path) -> Non
         _cut(view, axes)
 
 
-def draw_parts(view: View, layer: Maps, parts: dict[str, Maps], pixels: Sequence[Any], out: Path) -> None:
-    """Save a row for every query: the picture with it, and the mean map of heads of every part and of all terms."""
+def draw_parts(view: View, layer: Maps, parts: dict[str, Maps], pixels: Sequence[Any], cut: float, out: Path) -> None:
+    """Save a row for every query: the picture with it, and the mean map of heads of every part and of all terms.
+
+    Weights below ``cut`` are left out.
+    """
     cells = _cells(view, layer, pixels)
     columns = {name: one.look(cells) for name, one in {**parts, WHOLE: layer}.items()}
     heads, (h, w) = len(next(iter(columns.values())).maps), view.inside
@@ -117,7 +120,7 @@ def draw_parts(view: View, layer: Maps, parts: dict[str, Maps], pixels: Sequence
             axes[q, 0].set_title(f"{q + 1}: {'cls token' if pixel == CLS else tuple(pixel)}", fontsize=7, pad=2)
             for panel, (name, looked) in zip(axes[q, 1:], columns.items()):
                 mean = (looked.maps[0] if looked.names[0] == "mean of heads" else looked.maps.mean(0))[q]
-                _heat(view, panel, mean.cpu())
+                _heat(view, panel, mean.where(mean >= cut, float("nan")).cpu())
                 panel.set_title(f"{name}\n{_greatest(mean, looked.uniform[q])}", fontsize=6, pad=2)
             for panel in axes[q]:
                 _cross(view, panel, pixel, 7, 1.5)
