@@ -55,6 +55,7 @@ def test_the_recipes():
     assert SETS == ["coco", "scenes", "scenes_conv", "scenes_lstm", "scenes_show_attend_tell"]
 
 
+@pytest.mark.sampled(3, every_value=False)
 @pytest.mark.parametrize("name", SETS)
 def test_every_recipe_trains_and_makes_captions(name, folder, tmp_path, monkeypatch):
     """Only the sizes and the length change: one update per stage."""
@@ -140,6 +141,7 @@ def test_every_recipe_is_given_as_one_command():
     assert len(one_line_commands(README)) == len(RECIPES)
 
 
+@pytest.mark.sampled(4, every_value=False)
 @pytest.mark.parametrize("overrides", table_overrides(README))
 def test_every_setting_of_the_readme_builds(overrides, folder):
     for recipe in ("coco", "coco_self_critical"):

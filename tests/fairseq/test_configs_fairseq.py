@@ -68,6 +68,7 @@ def translation(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     return cfg, model, hypotheses[0][0]
 
 
+@pytest.mark.sampled(6, every_value=False)
 @pytest.mark.parametrize(
     "recipe, attention",
     [(recipe, None) for recipe in RECIPES if recipe != "gettext"]
@@ -226,6 +227,7 @@ def documented() -> list[Any]:
     return cases
 
 
+@pytest.mark.sampled(10, every_value=False)
 @pytest.mark.parametrize("recipe, overrides", documented())
 def test_every_setting_of_the_readme_builds(recipe, overrides, joined, tmp_path):
     cfg = composed(recipe, f"task.data={joined}", *shlex.split(overrides))

@@ -74,6 +74,7 @@ LINES = ["the cat sees a dog", "", "xylophone quux", " ".join(["cat"] * 30), "re
 INTERACTIVE = ["-s=en", "-t=de", "--beam=4", "--max-source-positions=20", "--max-len-b=10"]
 
 
+@pytest.mark.slow
 def test_interactive_translates_odd_lines_and_refuses_long_ones(data, trained):
     """fairseq translates empty lines and unknown words; a line that is too long raises one error."""
     command = [script("interactive"), str(data), *CPU, f"--path={trained[0] / 'checkpoint_last.pt'}", *INTERACTIVE]

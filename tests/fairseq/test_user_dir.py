@@ -66,6 +66,7 @@ except FileNotFoundError as error:
     assert python(code).stdout.splitlines()[-3:] == ["theirs my_plugins", "False", "not found True"]
 
 
+@pytest.mark.slow
 def test_another_copy_of_the_folder_is_served_by_the_installed_one(python, tmp_path):
     shutil.copytree(ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so"))
     code = """

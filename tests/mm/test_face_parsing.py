@@ -253,6 +253,7 @@ def test_the_scores_need_class_names():
 # The whole pipeline --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_mmengines_runner_trains_and_scores_helen(helen, tmp_path):
     """In a config of this package, narrowed to one stage."""
     tool.build("helen", helen[0], tmp_path / "out")

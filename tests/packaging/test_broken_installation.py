@@ -110,7 +110,7 @@ def raise_at_import(package: Path) -> None:
 BREAKS = [remove, move, half_delete, misspell, raise_at_import]
 
 
-@pytest.mark.sampled(4, every_value=False)
+@pytest.mark.sampled(2, every_value=False)
 @pytest.mark.parametrize(
     "kind, damage",
     [*(("editable", damage) for damage in (remove_checkout, *BREAKS)), *(("wheel", damage) for damage in BREAKS)],

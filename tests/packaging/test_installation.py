@@ -12,6 +12,7 @@ INSTALL_FIRST=1        the first ten minutes of a user of the wheel in ``dist/``
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -37,6 +38,7 @@ FIRST = os.environ.get("INSTALL_FIRST", "0") == "1"
 OLDEST_FOR = {"mm": "2.5", "fairseq": "2.1"}
 
 
+@functools.cache
 def interpreters() -> dict[str, str]:
     """Return the working interpreters by version, such as ``'3.12'``. A version manager's shim may not work."""
     paths = {}

@@ -50,11 +50,11 @@ def test_pages_with_code_are_found():
     assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
 
 
-# They export a detector's backbone, and run a large model, which takes a third of a minute.
-LONG = [pytest.param(page, marks=pytest.mark.slow) if page.stem in ("export", "faster") else page for page in WITH_CODE]
+SLOW = ("export", "faster", "pictures", "timm")  # others show the same, or they run large models
+CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 
 
-@pytest.mark.parametrize("page", LONG, ids=name)
+@pytest.mark.parametrize("page", CASES, ids=name)
 def test_code_runs(page, tmp_path):
     """Run all blocks of a page in order, as a reader would. Another test covers the config."""
     text = code(page)

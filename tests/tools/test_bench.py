@@ -236,6 +236,7 @@ def test_every_operator_and_module_has_a_row():
     assert {name.split(",")[0] for name in MODULES} == wanted
 
 
+@pytest.mark.slow
 def test_host_time_is_measured_without_a_device(python):
     pytest.importorskip("triton")
     pytest.importorskip("timm")
