@@ -65,14 +65,11 @@ class GridTerms(nn.Module):
         self.embed_dim, self.num_heads, self.attention_type = embed_dim, num_heads, attention_type
         self.spatial_range, self.kernel_size = spatial_range, kernel_size
         self.outside, self.smoothing = outside, smoothing
+        # whether tokens need positions: for ε2, ε4, predicted position logits or a range
+        self.needs_grid = self.terms.relative or spatial_range != -1 or kernel_size is not None
         self.scale = (embed_dim // num_heads) ** -0.5
         ranges = [n for n in (spatial_range, kernel_size if outside == "-inf" else None) if n is not None and n != -1]
         self.radius = min(ranges) // 2 if ranges else None  # radius of the window that keys are limited to
-
-    @property
-    def needs_grid(self) -> bool:
-        """Whether tokens need positions: for ε2, ε4, predicted position logits or a range."""
-        return self.terms.relative or self.spatial_range != -1 or self.kernel_size is not None
 
     def make_terms(self, **factory: Any) -> None:
         """Create the parameters of the added terms."""

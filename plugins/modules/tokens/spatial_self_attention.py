@@ -155,12 +155,13 @@ class SpatialSelfAttention(GridAttention):
         prefix_tokens: int,
     ) -> tuple[Tensor, Tensor, Tensor, Grid, int, Tensor | None]:
         """Return scaled query, key and value (B, M, ·, d), grid and prefix, and the mask with an axis of heads."""
-        key = query if key is None else key
-        value = key if value is None else value
         check_sequence("query", query, self.embed_dim, self.in_proj_weight)
         B, T, _ = query.shape
         for name, tokens in (("key", key), ("value", value)):
-            check_sequence(name, tokens, self.embed_dim, self.in_proj_weight, B)
+            if tokens is not None:
+                check_sequence(name, tokens, self.embed_dim, self.in_proj_weight, B)
+        key = query if key is None else key
+        value = key if value is None else value
         S = key.shape[1]
         if not isinstance(prefix_tokens, int) or not 0 <= prefix_tokens <= min(T, S):
             raise ValueError(f"prefix_tokens must be an int from 0 to query's {T}, got {prefix_tokens!r}")
@@ -177,10 +178,10 @@ class SpatialSelfAttention(GridAttention):
                 raise ValueError(f"key must be the {T} tokens of query for {self.described()}, got {S}")
         else:
             grid, prefix_tokens = (1, T), 0
-        q, k, v = (
+        q, k, v = [
             F.linear(tokens, weight, bias).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for tokens, weight, bias in zip((query, key, value), *self._projections())
-        )
+        ]
         return q * self.scale, k, v, grid, prefix_tokens, attn_mask
 
     def _projections(self) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:

@@ -155,7 +155,9 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     for candidate in table:
         if name is not None and candidate.name != name:
             continue
-        reason = refusal(candidate, terms, options, backward)
+        reason = candidate.refuses(terms, options)
+        if backward and reason is None:
+            reason = candidate.refuses_backward(terms, options)
         if reason is None:
             for kind, failure in failed.items():
                 _warn(operator, kind, candidate.name, failure)
@@ -173,17 +175,11 @@ def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
     """Return the choice of :func:`choose` with the reasons of the backends before it."""
     refusals: dict[str, str] = {}
     for candidate in table:
-        reason = refusal(candidate, terms, options)
+        reason = candidate.refuses(terms, options)
         if reason is None:
             return Choice(candidate.name, refusals)
         refusals[candidate.name] = reason
     raise AssertionError("the last backend of a table refuses nothing")
-
-
-def refusal(candidate: Backend, terms: Any, options: Any, backward: bool = False) -> str | None:
-    """Return the reason why a backend does not compute, or None."""
-    reason = candidate.refuses(terms, options)
-    return candidate.refuses_backward(terms, options) if backward and reason is None else reason
 
 
 @lru_cache(maxsize=1024)  # reasons contain sizes

@@ -77,10 +77,6 @@ def _gpu_failure(index: int) -> str | None:
     )
 
 
-def _device(device: torch.device | str) -> torch.device:
-    return torch.device(device) if isinstance(device, str) else device
-
-
 def _gpu(device: torch.device) -> int | None:
     """Return the index of a CUDA device, or None without a GPU: fake CUDA tensors exist there as well."""
     if device.type != "cuda" or not torch.cuda.is_available():
@@ -88,9 +84,8 @@ def _gpu(device: torch.device) -> int | None:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _failure(device: torch.device | str) -> str | None:
+def _failure(device: torch.device) -> str | None:
     """Return the reason why the compiled operators do not run on ``device``, or None."""
-    device = _device(device)
     reason = _FAILURES.get(device.type, f"there are no kernels for {device.type}")
     gpu = _gpu(device)
     return _gpu_failure(gpu) if reason is None and gpu is not None else reason
@@ -98,7 +93,7 @@ def _failure(device: torch.device | str) -> str | None:
 
 def has_kernel(device: torch.device | str) -> bool:
     """Return whether the compiled operators run on ``device``; ``'cuda'`` is the current GPU."""
-    return _failure(device) is None
+    return _failure(torch.device(device)) is None
 
 
 def has_schemas() -> bool:
@@ -111,7 +106,7 @@ def refusal(device: torch.device | str, kind: str) -> str | None:
 
     A missing binary, or one without code for the GPU, is a :class:`.backends.Failure`.
     """
-    device = _device(device)
+    device = torch.device(device)
     if device.type != kind:
         return f"its kernels are for {kind}, but the tensors are on {device.type}"
     reason = _failure(device)

@@ -43,11 +43,11 @@ def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
 def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
     stored = _stored(terms.value, lse)
-    query, key, value, *logits = (None if t is None else t.to(stored) for t in terms)
+    query, key, value, *logits = [None if t is None else t.to(stored) for t in terms]
     expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
     slotted = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
     masks = options.key_padding_mask, options.segment_ids
-    return [*slotted, *(None if t is None else t.contiguous() for t in masks)]
+    return [*slotted, *[None if t is None else t.contiguous() for t in masks]]
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
