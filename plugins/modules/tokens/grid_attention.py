@@ -110,9 +110,8 @@ class GridAttention(GridTerms):
         if pair is not None and prefix:  # 0 for tokens without a position
             pair = F.pad(pair, (prefix, 0, prefix, 0))
         if mask is not None:
-            added = q.new_zeros(1).masked_fill(mask, -math.inf) if mask.dtype == torch.bool else mask.to(q.dtype)
-            added = added if added.dim() == 4 else added[None, None]
-            pair = added if pair is None else pair + added
+            pair = q.new_zeros(1, 1, 1, 1) if pair is None else pair
+            pair = pair.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else pair + mask.to(q.dtype)
         if query is None and pair is None:  # a logit for each query, whose weights are dropped separately
             pair = q.new_zeros(1).expand(1, 1, q.shape[2], v.shape[2])
         return Attention(query, key, v, by_key=by_key, pair=pair, key_padding_mask=padding)
