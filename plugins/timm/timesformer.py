@@ -74,7 +74,7 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
 
     def forward(self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0) -> Tensor:
         """Transform tokens, (B, P + T * H * W, C) -> (B, P + T * H * W, C)."""
-        before, result = self.steps(x, grid, prefix_tokens, self.drop1)
+        before, result = self.steps(x, grid, prefix_tokens, self.drop1 if self.training else None)
         x = before + result
         return x + self.drop2(self.mlp(self.norm2(x)))
 

@@ -73,7 +73,8 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both",
     needs = [term is not None for term in terms]
     device = divmod(capability, 10)
     with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as recorded:
-        if reason := backends.refusal(serving, terms, options, passes != "forward"):
+        refuses = serving.refuses if passes == "forward" else serving.refuses_backward
+        if reason := serving.refuses(terms, options) or refuses(terms, options):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
             serving.forward(terms, options) if serving.allocates else serving.forward(terms, options, *results)

@@ -274,7 +274,7 @@ def test_paths_of_tracks_frames_and_clips_are_dropped():
     for drop in (block.drop1, block.drop2):
         drop.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
     T, H, W, C = 2, 3, 4, model.embed_dim
-    block(torch.randn(5, 1 + T * H * W, C), (T, H, W), 1)
+    block.train()(torch.randn(5, 1 + T * H * W, C), (T, H, W), 1)
     assert shapes == [(5 * H * W, T, C), (5 * T, 1 + H * W, C), (5, 1 + T * H * W, C)]
 
 

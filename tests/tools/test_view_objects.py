@@ -269,6 +269,7 @@ def test_points_follow_the_pixel_the_object_and_the_head(browser, shown):
     assert browser.run("pointPanels[2].text.textContent").split(": ")[1].startswith("16 points")
 
 
+@pytest.mark.slow
 def test_a_page_of_objects_alone(browser, configs, photograph, tmp_path):
     arguments = [configs["deformable"], photograph, "--output", tmp_path, "--layers", "decoder.*"]
     assert run(*arguments, "--least-score", 0) == 0

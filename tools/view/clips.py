@@ -127,8 +127,8 @@ def steps(model: nn.Module) -> dict[str, str]:
 def watch_steps(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
     """See :data:`.Watch`; for one clip."""
 
-    def record(name: str, vit: Any, layer: Any, arguments: tuple[Tensor, ClipGrid, int]) -> None:
-        x, grid, prefix = arguments
+    def record(name: str, vit: Any, layer: Any, arguments: tuple[Any, ...]) -> None:
+        x, grid, prefix = arguments = arguments[:3]
         alone = vit.time_embed is None
         clip = (len(x), *grid[1:]) if alone else tuple(grid)
         size = tuple(n * cells for n, cells in zip(layout(clip[0]), clip[1:]))

@@ -198,14 +198,14 @@ class RegionAttention(nn.Module):
         """Apply the step, (B, P + N, C) -> (B, P + N, C), with ``drop`` applied to the groups, (B * G, P + L, C)."""
         qkv = self.qkv(x)
         parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
-        parts = [self.proj(self._attend(part, qkv[:, :prefix])) for part in parts]
+        parts = [self._attend(part, qkv[:, :prefix]) for part in parts]
         if drop is not None:
-            parts = [drop(part.flatten(0, 1)).unflatten(0, part.shape[:2]) for part in parts]
+            parts = [drop(self.proj(part).flatten(0, 1)).unflatten(0, part.shape[:2]) for part in parts]
         patches = ungrouped([part[:, :, prefix:] for part in parts], self.region, grid).flatten(1, 3)
         if prefix:
             means = torch.cat([part[:, :, :prefix] for part in parts], 1).mean(1)
             patches = torch.cat((means, patches), 1)
-        return patches
+        return self.proj(patches) if drop is None else patches
 
     @torch.no_grad()
     def group_weights(self, x: Tensor, grid: ClipGrid, prefix: int) -> list[Tensor]:
