@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import random
@@ -80,6 +81,12 @@ def pytest_collection_modifyitems(config, items):
     if peers and (reason := missing_mmcv()):
         for item in peers:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish():
+    """Keep what is imported by now, some million objects, out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 def put_cuda_first(items: list[pytest.Item]) -> None:

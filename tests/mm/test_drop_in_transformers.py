@@ -36,10 +36,7 @@ MMDET = [
     "maskformer/maskformer_r50_ms-16xb1-75e_coco",
     "swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco",
 ]
-MMSEG = [
-    "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
-    "swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512",
-]
+MMSEG = ["swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512"]
 SWIN = {"mmdet": mmdet.models.backbones.swin, "mmseg": mmseg.models.backbones.swin}
 
 
@@ -144,7 +141,11 @@ def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor]
 
 
 MORE = [  # of the kinds above
-    pytest.param("mmseg", "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512", marks=pytest.mark.slow)
+    pytest.param("mmseg", name, marks=pytest.mark.slow)
+    for name in (
+        "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
+        "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
+    )
 ]
 MORE += [
     pytest.param("mmdet", name, marks=pytest.mark.slow)
