@@ -202,8 +202,9 @@ def sequence(source: Draw) -> Call:
         padded = torch.rand((B, S), generator=source.generator) < source.choice((0.2, 0.9))
         mask = source.laid_out(padded.to(source.device))
     segments = None
-    if source.chance(0.2) and (start or 0) + T <= S and not (causal and start is None and T > S):
-        start = source.integer(0, S - T)
+    queries = max(T, 1)  # logits without an axis of queries are of one
+    if source.chance(0.2) and (start or 0) + queries <= S and not (causal and start is None and T > S):
+        start = source.integer(0, S - queries)
         rows = 1 if source.chance(0.5) else B
         if rows:
             ids = torch.randint(source.integer(1, 4), (rows, S), generator=source.generator, dtype=torch.int32)
