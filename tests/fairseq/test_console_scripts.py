@@ -289,6 +289,7 @@ def test_checkpoints_that_cannot_be_averaged(trained, tmp_path, capsys):
     assert not (tmp_path / "average.pt").exists()
 
 
+@pytest.mark.slow
 def test_without_the_hook_a_link_of_another_name_registers_the_models(python, tmp_path):
     """Use this way if torch's entry points are switched off. A folder that imports our package works as well."""
     (tmp_path / "attention").symlink_to(ROOT / "plugins/fairseq", target_is_directory=True)

@@ -33,6 +33,7 @@ def test_stock_commands_train_and_generate(data, tmp_path):
     assert "Translated 8 sentences" in log
 
 
+@pytest.mark.slow
 def test_every_spelling_of_our_folder(python):
     code = f"""
 import argparse, os, sys

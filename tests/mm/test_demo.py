@@ -38,6 +38,7 @@ def small(monkeypatch, tmp_path, digits):
     return write
 
 
+@pytest.mark.slow
 def test_demo_trains_and_draws(small, tmp_path, capsys):
     work = tmp_path / "work"
     small(epochs=1)

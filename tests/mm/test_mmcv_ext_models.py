@@ -71,7 +71,7 @@ NAMES = [*(f"mmdet::{name}.py" for name in MMDET), *(f"mmseg::{name}.py" for nam
 NO_PREDICTIONS = ["mmdet::centripetalnet/centripetalnet_hourglass104_16xb6-crop511-210e-mstest_coco.py"]
 QUICK = [
     f"mmdet::{MMDET[0]}.py",
-    f"mmseg::{MMSEG[4]}.py",
+    pytest.param(f"mmseg::{MMSEG[4]}.py", marks=pytest.mark.slow),
     pytest.param("mmdet::dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco.py", marks=pytest.mark.slow),
 ]
 # Random weights give half of CenterNet's best peaks the same float32 score, and top-k leaves their order open: it

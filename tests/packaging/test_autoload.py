@@ -157,6 +157,7 @@ class TestMmcvExtension:
         result = python(f"import torch, mmcv\n{self.show}", packages={**self.packages, **broken}, check=False)
         assert result.stderr.splitlines()[-1] == "ImportError: undefined symbol"
 
+    @pytest.mark.slow
     def test_absent_when_switched_off_or_without_torchvision(self, python):
         code = f"import sys, torch, mmcv\nsys.modules['torchvision'] = None\n{self.show}"
         for variables in ({"ATTN_PLUGINS_AUTOLOAD": "0"}, {}):
@@ -180,6 +181,7 @@ class TestMmengine:
         result = python(f"{order}\n{self.show}", packages={**self.packages, **self.mmseg})
         assert result.stdout.split() == ["mmseg", "mmdet"]
 
+    @pytest.mark.slow
     def test_left_alone_where_the_distribution_is_there_or_without_mmseg(self, python):
         without = "import sys, torch; sys.modules['mmseg'] = None"
         for code, there in ((without, {}), ("import torch", {**self.mmseg, **self.distribution})):

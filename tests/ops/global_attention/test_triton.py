@@ -16,7 +16,7 @@ from attn_plugins.ops.global_attention.operands import Options, Terms
 from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn, results_and_gradients
 
-pytestmark = [needs_triton, pytest.mark.sampled(3)]
+pytestmark = [needs_triton, pytest.mark.sampled(4, every_value=False)]
 OPTIONS = Options(0.7)
 LOGITS = ("row_logits", "column_logits", "key_logits")
 NAMES = ("query", "key", "value", *LOGITS)
