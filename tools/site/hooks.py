@@ -23,6 +23,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     **{f"plugins/{name}/__init__.py": f"reference/{name}.md" for name in reference.TITLES},
 }
+_PICTURE = re.compile(r"(!\[[^]]*\]\()\.\./((?:\.\./)*benchmarks/)")  # of benchmarks/, which the site has within docs/
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
 
@@ -40,7 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
     pages["reference/commands.md"] = commands.page()
     for page in sorted((ROOT / "benchmarks").glob("*.md")):  # its pictures are in docs/
         pages[f"benchmarks/{page.name}"] = _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
-    for data in sorted((ROOT / "benchmarks").glob("*.json")):
+    for data in sorted(path for kind in ("json", "svg") for path in (ROOT / "benchmarks").glob(f"*.{kind}")):
         pages[f"benchmarks/{data.name}"] = data.read_text()
     for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
         pages[PAGES[name]] = _outside((ROOT / name).read_text(), "")
@@ -56,6 +57,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     source = ROOT / "docs" / page.file.src_path
     if not source.exists():  # generated
         return markdown
+
+    markdown = _PICTURE.sub(r"\1\2", markdown)
 
     def link(match: re.Match[str]) -> str:
         target, mark, anchor = match[2].partition("#")
