@@ -140,27 +140,25 @@ def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor]
     return output, losses, gradients
 
 
-MORE = [  # of the kinds above
-    pytest.param("mmseg", name, marks=pytest.mark.slow)
-    for name in (
-        "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
-        "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
-    )
-]
-MORE += [
-    pytest.param("mmdet", name, marks=pytest.mark.slow)
-    for name in (
+MORE = {  # of the kinds above
+    "mmdet": [
         "conditional_detr/conditional-detr_r50_8xb2-50e_coco",
         "dab_detr/dab-detr_r50_8xb2-50e_coco",
         "deformable_detr/deformable-detr-refine-twostage_r50_16xb2-50e_coco",
         "ddq/ddq-detr-4scale_r50_8xb2-12e_coco",
         "mask2former/mask2former_r50_8xb2-lsj-50e_coco",
         "mask2former/mask2former_r50_8xb2-lsj-50e_coco-panoptic",
-    )
-]
+    ],
+    "mmseg": [
+        "mask2former/mask2former_r50_8xb2-160k_ade20k-512x512",
+        "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
+    ],
+}
+CASES = [(package, name) for package, names in (("mmdet", MMDET), ("mmseg", MMSEG)) for name in names]
+CASES += [pytest.param(package, name, marks=pytest.mark.slow) for package, names in MORE.items() for name in names]
 
 
-@pytest.mark.parametrize(("package", "name"), [*(("mmdet", n) for n in MMDET), *MORE, *(("mmseg", n) for n in MMSEG)])
+@pytest.mark.parametrize(("package", "name"), CASES)
 def test_upstream_models_compute_the_same(package, name):
     """The maps of Swin, of 24 × 32 and less, do not divide into windows of 7."""
     model = build(package, name)

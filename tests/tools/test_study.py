@@ -476,6 +476,9 @@ def test_findings_run_resume_and_collect(tmp_path, monkeypatch, capsys):
     assert "| a beats b | Thesis, Table 9 |" in (tmp_path / "benchmarks/findings.md").read_text()
     findings.carry_out_all(["good"], 1, tmp_path)
     assert [words[0] for words in ran][3:] == ["tools.study"]
+    (tmp_path / "work_dirs/findings/good-1.unfinished").touch()  # by an interrupted run
+    findings.carry_out_all(["good"], 1, tmp_path)
+    assert [words[0] for words in ran][4:] == ["tools.datasets.one", "tools.study"]
     assert "good: finished" in capsys.readouterr().out
 
 

@@ -348,6 +348,8 @@ FEATURES = [CLIP, "CLIP", *FRAMES]
         ([*OURS, "--checkpoint", "BROKEN"], "view: --checkpoint must be weights in safetensors, got "),
         ([*OURS, "--checkpoint", "SIZED"], " holds those of aa_wide_resnet28_10"),
         ([*OURS, "--slots", "IMAGE"], "--slots is for detectors and segmentors with object queries"),
+        ([*OURS, "--cut", "0.02"], "--cut must be a weight between 0 and 1, with --parts, got 0.02"),
+        ([*OURS, "--parts", "--cut", "-1"], "--cut must be a weight between 0 and 1, with --parts, got -1"),
         ([*OURS, "--follow"], "--follow needs a config of mmdet"),
         ([*OURS, "--target", "a"], "--target is for sentences: it needs --fairseq"),
     ],

@@ -39,7 +39,7 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
     pages = {f"reference/{name}.md": text for name, text in reference.pages().items()}
     pages["reference/commands.md"] = commands.page()
-    for page in sorted((ROOT / "benchmarks").glob("*.md")):  # its pictures are in docs/
+    for page in sorted((ROOT / "benchmarks").glob("*.md")):
         pages[f"benchmarks/{page.name}"] = _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
     for data in sorted(path for kind in ("json", "svg") for path in (ROOT / "benchmarks").glob(f"*.{kind}")):
         pages[f"benchmarks/{data.name}"] = data.read_text()

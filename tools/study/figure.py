@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.plots import figure
-from tools.study.rules import CANNOT, MARGIN, NOT, SEEN, Outcome
+from tools.study.rules import CANNOT, MARGIN, NOT, SEEN, Outcome, counts_operations
 from tools.study.settings import Study
 from tools.study.table import VALUES, Row, grouped
 
@@ -59,8 +59,8 @@ def draw_claims(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], o
 
     Claims are worded so that the document's difference is positive; "as good" holds right of its margin, the tick.
     """
-    shown = [(claim, judged) for claim, judged in zip(claims, outcomes) if judged.differences]
-    shown = [(claim, judged) for claim, judged in shown if "/operations" not in str(claim)]
+    judgements = zip(claims, outcomes)
+    shown = [(claim, judged) for claim, judged in judgements if judged.differences and not counts_operations(claim)]
     parts = grouped(shown, lambda row: row[0]["document"])
     sizes = [len(rows) for rows in parts.values()]
     style = {"font.size": 7, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "claims"}

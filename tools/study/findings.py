@@ -34,7 +34,7 @@ from tools import command_parser, need
 from tools.files import write_text
 from tools.study.commands import ROOT, StudyError, run
 from tools.study.figure import draw_claims
-from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Outcome, Sample, outcome
+from tools.study.rules import CANNOT, MISSING, NOT, SEEN, Outcome, Sample, counts_operations, outcome
 from tools.study.settings import FOLDER, Study
 from tools.study.table import value
 
@@ -146,10 +146,14 @@ class Record:
         for number, step in enumerate(self.content["steps"], 1):
             command, *arguments = shlex.split(step["run"])
             with DATA_SETS if command.startswith("tools.datasets.") else contextlib.nullcontext():
-                if not ("made" in step and (self.root / step["made"]).exists()):
-                    log = self.root / WORK / f"{self.name}-{number}.log"
+                log = self.root / WORK / f"{self.name}-{number}.log"
+                unfinished = log.with_suffix(".unfinished")  # what an interrupted training made is not its last
+                if unfinished.exists() or "made" not in step or not (self.root / step["made"]).exists():
                     print(f"{self.name}: {shell(step['run'])}, see {log}", flush=True)
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    unfinished.touch()
                     run(command, arguments, log)
+                    unfinished.unlink()
         if not self.product.is_file():
             raise StudyError(f"{self.name}: its last command wrote no {self.content['product']}")
         self.collect()
@@ -234,7 +238,7 @@ def counts(outcomes: Sequence[Outcome]) -> str:
 def asides(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome]) -> str:
     """Return how many of the claims that are seen count operations, and how many repeat another on other data."""
     seen = [claim for claim, judged in zip(claims, outcomes) if judged.verdict == SEEN]
-    operations = sum("/operations" in str(claim.get("above")) for claim in seen)
+    operations = sum(map(counts_operations, seen))
     repeated = sum("repeats" in claim for claim in seen)
     return f"Of those seen, {operations} only count operations, and {repeated} repeat another claim on other data."
 

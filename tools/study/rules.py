@@ -69,6 +69,11 @@ class Outcome:
     differences: tuple[tuple[float, float | None], ...] = ()
 
 
+def counts_operations(claim: Mapping[str, Any]) -> bool:
+    """Return whether a claim compares operations, which need no training."""
+    return "/operations" in str(claim.get("above"))
+
+
 def student(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t, rounded up for a fraction of a degree and beyond the table."""
     return STUDENT[min(int(freedom), len(STUDENT) - 1)]

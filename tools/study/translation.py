@@ -62,11 +62,12 @@ def score_by_length(hypotheses: list[str], references: list[str], sources: list[
     """Compute BLEU of the test sentences of each of :data:`LENGTHS` that there are; ``sources`` are in pieces."""
     from sacrebleu.metrics import BLEU
 
-    bleu, pieces, scores = BLEU(tokenize=tokens), [len(source.split()) for source in sources], {}
+    bleu, scores = BLEU(tokenize=tokens), {}
     for name, lengths in LENGTHS.items():
-        if chosen := [number for number, count in enumerate(pieces) if count in lengths]:
-            of_length = [[lines[number] for number in chosen] for lines in (hypotheses, references)]
-            scores[name] = bleu.corpus_score(of_length[0], of_length[1:]).score
+        chosen = [number for number, source in enumerate(sources) if len(source.split()) in lengths]
+        if chosen:
+            of_length = [references[number] for number in chosen]
+            scores[name] = bleu.corpus_score([hypotheses[number] for number in chosen], [of_length]).score
     return scores
 
 

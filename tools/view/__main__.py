@@ -176,6 +176,8 @@ def check(options: argparse.Namespace, default: Callable[[str], Any]) -> None:
         (options.device != "cpu" and not following, "--device is for --follow"),
         (options.input_size and min(options.input_size) < 1,
          f"--input-size must be H W, at least 1 each, got {options.input_size}"),
+        (options.cut and not (options.parts and 0 < options.cut < 1),
+         f"--cut must be a weight between 0 and 1, with --parts, got {options.cut:g}"),
         (options.objects < 1, f"--objects must be at least 1, got {options.objects}"),
     ):  # fmt: skip
         if wrong:
