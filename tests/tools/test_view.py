@@ -132,7 +132,7 @@ def test_parts(photograph, tmp_path, capsys):
     product = content * position / (content * position).sum((-2, -1), keepdims=True)
     assert np.abs(product - whole).max() < 0.02 * whole.max()
     assert np.abs(position - whole).max() > 0.05 * whole.max()
-    assert run("aa_wide_resnet28_10", photograph, *arguments, "--cut", 2) == 0  # no weight is left
+    assert run("aa_wide_resnet28_10", photograph, *arguments, "--cut", 0.999) == 0  # no weight is left
     coloured, grey = (
         np.asarray(one)[:, one.width // 2 :, 1] > 100
         for one in (grid, Image.open(output / "layer3.0.conv1.parts.png").convert("HSV"))
