@@ -18,7 +18,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attn_plugins.ops.common import backends, triton_launch
+from attn_plugins.ops.common import backends, plans, triton_launch
 
 _NUMBERS = count(-1, -1)
 
@@ -29,6 +29,7 @@ class Device:
     def __init__(self) -> None:
         self.number = next(_NUMBERS)
         self.compiled: dict[Any, Any] = {}  # variants whose launches are known
+        self.plans: dict[Any, Any] = {}
 
     def get_current_device(self) -> int:
         return self.number
@@ -64,6 +65,7 @@ def idle_device(launched: Callable[..., None] = lambda *args: None, device: Devi
         (torch.cuda, "device_of", lambda tensor: nullcontext()),
         (triton_launch, "refusal", lambda tensor: None),
         (triton_launch, "_compiled", device.compiled),
+        (plans, "_plans", device.plans),
     ]
     with ExitStack() as stack:
         for owner, name, value in changes:

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, triton_launch
 from .arguments import autocast_dtype
 from .backends import Backend
 from .gradients import Differentiable, fill, second_gradients, traced, unobserved
+from .plans import planned
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
@@ -89,6 +90,8 @@ class Operator:
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._kept = [results.index(result) for result in keeps]
         self._needs_output = needs_output
+        has_triton = any(backend.name == triton_launch.NAME for backend in table)
+        self._of_state = terms._fields.index("value") if has_triton else None
         self._tensor_options = [
             number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
         ]
@@ -206,6 +209,11 @@ class Operator:
         return self.terms(*args[:terms]), list(args[terms : terms + kept]), self.options(*rest)
 
     def _forward(self, *args: Any) -> Any:
+        if self._of_state is not None and (state := triton_launch.state(args[self._of_state])) is not None:
+            return planned(self._compute, ("forward", self.name, *state), args)
+        return self._compute(*args)
+
+    def _compute(self, *args: Any) -> Any:
         count = len(self.terms._fields)
         terms, options = self.terms(*args[:count]), self.options(*args[count:])
         serving = backends.choose(self.name, self.table, terms, options)
@@ -219,7 +227,12 @@ class Operator:
                 result.fill_(self._nothing)
         return results if len(results) > 1 else results[0]
 
-    def _backward(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    def _backward(self, *args: Any) -> tuple[Tensor, ...]:
+        if self._of_state is not None and (state := triton_launch.state(args[self._of_state + 1])) is not None:
+            return planned(self._differentiate_output, ("backward", self.name, *state), args)
+        return self._differentiate_output(*args)
+
+    def _differentiate_output(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
         terms, kept, options = self._split(args)
         needs = args[-1]
         if grad_output.numel() == 0:

@@ -16,7 +16,7 @@ import os
 import shutil
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from . import backends
+from . import backends, plans
 
 NAME = "triton"
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
@@ -115,7 +115,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
         _recording.append(Launch(kernel, grid, args, constants))
     elif all(grid):
         with torch.cuda.device_of(args[0]):
-            _run(kernel, grid, args, constants)
+            plans.launched(*_run(kernel, grid, args, constants))
 
 
 # What triton.jit compiled, and the values of the tl.constexpr parameters, by what it was compiled for. Triton's own
@@ -123,16 +123,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
-def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> None:
+def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, Any]:
+    """Launch, and return a function that does so again and its arguments; None for it where that is not known."""
     key = _variant(kernel, args, constants)
     known = _compiled.get(key) if key is not None else None
     if known is None:
         compiled = kernel[grid](*args, **constants)
         if key is not None and hasattr(type(compiled), "__getitem__"):  # not what Triton compiles in the background
             _compiled[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(args) :])
-        return
+        return partial(kernel[grid], **constants) if interpreted() else None, args
     compiled, values = known
-    compiled[(*grid, 1, 1)[:3]](*args, *values)
+    run, args = compiled[(*grid, 1, 1)[:3]], (*args, *values)
+    run(*args)
+    return run, args
+
+
+def state(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what launches for ``tensor`` depend on beside arguments, or None where no plan is to be made of them."""
+    forced = backends.forced()
+    if not (tensor.is_cuda or forced == NAME) or _recording is not None:
+        return None
+    exact = tensor.dtype != torch.float32 or not _tf32_is_allowed()
+    return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:

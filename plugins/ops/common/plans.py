@@ -1,0 +1,136 @@
+"""Plans: what Triton's backends did for a call, repeated for calls of the same kind.
+
+What they decide (tiles, strides, variants of a kernel) depends on shapes, strides, dtypes and options alone, and takes
+several times as long as the launch that follows. The second call of a kind is recorded, PyTorch's operations and
+launches in order; later ones repeat them with their own tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MOST = 1024  # kinds of calls that are kept
+_plans: dict[tuple[Any, ...], Plan | bool] = {}  # True: to be recorded, False: not repeatable
+
+
+class Step(NamedTuple):
+    """One operation or launch: its function, its arguments, and which of them are tensors of the call, by number."""
+
+    function: Callable[..., Any]
+    args: list[Any]
+    tensors: list[tuple[int, int]]
+    adds: bool  # the result is a new tensor of the call
+
+
+class Plan(NamedTuple):
+    """Steps of a call, and the numbers of the tensors that it returns; ``single`` where that is one, in no tuple."""
+
+    steps: list[Step]
+    results: list[int]
+    single: bool
+
+    def repeat(self, tensors: list[Tensor]) -> Any:
+        with torch.cuda.device_of(tensors[0]):
+            for function, args, places, adds in self.steps:
+                args = args.copy()
+                for place, number in places:
+                    args[place] = tensors[number]
+                result = function(*args)
+                if adds:
+                    tensors.append(result)
+        return tensors[self.results[0]] if self.single else tuple([tensors[number] for number in self.results])
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, tensors: Sequence[Tensor]):
+        super().__init__()
+        self.tensors = list(tensors)  # none is freed meanwhile, so that no two have the same id
+        self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
+        self.steps: list[Step] = []
+        self.launches = 0
+        self.repeatable = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.repeatable &= isinstance(result, Tensor) and not any(map(_holds_tensors, kwargs.values()))
+        self.add(partial(func, **kwargs) if kwargs else func, args, result)
+        return result
+
+    def add(self, function: Callable[..., Any], args: Sequence[Any], result: Tensor | None) -> None:
+        tensors = [(n, self.numbers.get(id(arg), -1)) for n, arg in enumerate(args) if isinstance(arg, Tensor)]
+        lists = (arg for arg in args if isinstance(arg, (list, tuple)))
+        self.repeatable &= all(number >= 0 for _, number in tensors) and not any(map(_holds_tensors, lists))
+        before = len(self.tensors)
+        if result is not None and id(result) not in self.numbers:
+            self.numbers[id(result)] = before
+            self.tensors.append(result)
+        constants = [None if isinstance(arg, Tensor) else arg for arg in args]
+        self.steps.append(Step(function, constants, tensors, adds=len(self.tensors) > before))
+
+    def plan(self, results: Any) -> Plan | bool:
+        single = isinstance(results, Tensor)
+        numbers = [self.numbers.get(id(result), -1) for result in ([results] if single else results)]
+        return self.repeatable and self.launches > 0 and min(numbers) >= 0 and Plan(self.steps, numbers, single)
+
+
+def _holds_tensors(argument: Any) -> bool:
+    return isinstance(argument, Tensor) or (isinstance(argument, (list, tuple)) and any(map(_holds_tensors, argument)))
+
+
+class _State(threading.local):
+    recorder: _Recorder | None = None
+
+
+_state = _State()
+
+
+def launched(run: Callable[..., Any] | None, args: Sequence[Any]) -> None:
+    """Record that ``run`` launches a kernel with ``args``; None where that may not be repeated."""
+    if (recorder := _state.recorder) is not None:
+        recorder.launches += 1
+        recorder.repeatable &= run is not None
+        recorder.add(run or len, args, None)
+
+
+def planned(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[Any]) -> Any:
+    """Return ``function(*args)``, a tensor or a tuple of tensors.
+
+    Args:
+        function: Depends on nothing but ``args`` and ``state``.
+        state: Hashable, with a name of the function.
+        args: Tensors, None, numbers, and lists of numbers.
+    """
+    kind = [*state]
+    tensors = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            tensors.append(arg)
+            kind += (arg.shape, arg.stride(), arg.dtype, arg.data_ptr() % 16)
+        else:
+            kind.append(tuple(arg) if isinstance(arg, list) else arg)
+    key = tuple(kind)
+    plan = _plans.get(key)
+    if isinstance(plan, Plan):
+        return plan.repeat(tensors)
+    if plan and len({*map(id, tensors)}) == len(tensors):  # else which of two places is a tensor's is not known
+        _state.recorder = _Recorder(tensors)
+        try:
+            with _state.recorder as recorder:
+                results = function(*args)
+        finally:
+            _state.recorder = None
+        _plans[key] = recorder.plan(results)
+        return results
+    if plan is None:
+        if len(_plans) >= MOST:
+            _plans.clear()
+        _plans[key] = True
+    return function(*args)
