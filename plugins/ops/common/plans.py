@@ -61,7 +61,8 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         self.repeatable &= isinstance(result, Tensor) and not any(map(_holds_tensors, kwargs.values()))
-        self.add(partial(func, **kwargs) if kwargs else func, args, result)
+        function = getattr(func, "_op", func)  # without a frame of Python
+        self.add(partial(function, **kwargs) if kwargs else function, args, result)
         return result
 
     def add(self, function: Callable[..., Any], args: Sequence[Any], result: Tensor | None) -> None:
