@@ -13,11 +13,11 @@ from attn_plugins.ops.sequence_attention import sequence_attention
 from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
 
 pytestmark = needs_triton
-MAP, SEQUENCE = (1, 1, 2, 3), (2, 1, 12)
+MAP, SEQUENCE = (1, 1, 3, 4), (2, 1, 12)
 MASK = (torch.arange(12).expand(2, 12) >= torch.tensor([[12], [9]])).to(DEVICE)
 CALLS = {
-    "rows and columns": (global_attention, [(*MAP, 16)] * 3 + [(*MAP, 2), (*MAP, 3), None], (0.5,)),
-    "key logits of one head": (global_attention, [(*MAP, 16)] * 3 + [None, None, (1, 1, 2, 3)], (0.5,)),
+    "rows and columns": (global_attention, [(*MAP, 16)] * 3 + [(*MAP, 3), (*MAP, 4), None], (0.5,)),
+    "key logits of one head": (global_attention, [(*MAP, 16)] * 3 + [None, None, (1, 1, 3, 4)], (0.5,)),
     "criss-cross": (criss_cross, [(*MAP, 16)] * 3 + [None], (0.5, True)),
     "band": (sequence_attention, [(*SEQUENCE, 16)] * 3 + [(*SEQUENCE, 3), SEQUENCE, None], (MASK, 0, False, 0.5)),
     "pairs": (sequence_attention, [(*SEQUENCE, 8)] * 3 + [None, None, (1, 1, 12, 12)], (None, 0, True, 1.0)),
