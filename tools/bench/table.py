@@ -20,12 +20,16 @@ from tools import command_parser
 from tools.files import write_text
 
 from . import report, results
+from .case import PASSES
 from .measure import backends_of, operators
 from .report import megabytes, milliseconds, working_memory
 
 ROOT = results.FOLDER.parent
 PAGES = (ROOT / "README.md", ROOT / "docs/performance.md", ROOT / "docs/howto/faster.md")
-_MARKER = re.compile(r"<!-- benchmark (\w+): (begin|end) -->")
+_MARKER = re.compile(r"<!-- benchmark \w+: (?:begin|end) -->")
+_MARKED = re.compile(
+    r"(<!-- benchmark (\w+): begin -->)(?:(?!<!-- benchmark ).)*(?=<!-- benchmark \2: end -->)", re.DOTALL
+)
 
 
 class Entry(NamedTuple):
@@ -34,14 +38,15 @@ class Entry(NamedTuple):
     title: str  # on the page
     file: str  # in benchmarks, without .json
     case: str  # name of the row in it, up to the pass
-    passes: tuple[str, str] = ("forward", "forward+backward")
+    passes: tuple[str, str] = PASSES
 
 
 _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 STEPS = ("prediction", "training step")
 OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
 MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
-SHORT, GPU_SHORT = _TABLES["short"], _TABLES["gpu_short"]
+SHORT = tuple(entry for title in _TABLES["short"] for entry in (*OPERATORS, *MODELS) if entry.title == title)
+GPU_SHORT = _TABLES["gpu_short"]
 GPU = "gpu-h100"
 COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
@@ -100,34 +105,21 @@ def everything(rows: Rows) -> list[str]:
     return [*lines, *sentences(rows), *unmeasured(rows), *backends()]
 
 
-def models(rows: Rows) -> list[str]:
-    """Return the rows of whole models."""
-    return [*rows_table(rows, MODELS, "whole model"), *reading(rows, MODELS), *unmeasured(rows)]
+def some(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str] | None = None) -> list[str]:
+    """Return some rows and their legend."""
+    return [*rows_table(rows, entries, title, passes), *reading(rows, entries), *unmeasured(rows)]
 
 
-def short(rows: Rows) -> list[str]:
-    """Return README's rows."""
-    by_title = {entry.title: entry for entry in (*OPERATORS, *MODELS)}
-    entries = [by_title[title] for title in SHORT]
-    passes = [" / ".join(both) for both in zip(OPERATORS[0].passes, STEPS)]
-    return [*rows_table(rows, entries, "operator or model", passes), *reading(rows, entries), *unmeasured(rows)]
-
-
-def gpu(rows: Rows) -> list[str]:
-    """Return all rows of the GPU."""
-    data = rows.file(GPU)
-    measured = [f"{row['room']}: {row['case']}" for row in data["rows"] if "error" not in row] if data else []
-    return gpu_lines(rows, {name: name for name in (title.rsplit(", ", 1)[0] for title in measured)})
-
-
-def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
-    """Return the table of the GPU's rows by title, and its legend."""
+def gpu(rows: Rows, names: Mapping[str, str] | None = None) -> list[str]:
+    """Return the GPU's rows and their legend: those of ``names``, by title, or all."""
     data = rows.file(GPU)
     if data is None:
         return unmeasured(rows)
-    machine = data["machine"]
+    machine, measured = data["machine"], (row for row in data["rows"] if "error" not in row)
+    every = dict.fromkeys(f"{row['room']}: {row['case']}".rsplit(", ", 1)[0] for row in measured)
+    titled = names or {name: name for name in every}
     return [
-        *rows_table(rows, [Entry(title, GPU, name) for title, name in names.items()], "operator or module"),
+        *rows_table(rows, [Entry(title, GPU, name) for title, name in titled.items()], "operator or module"),
         f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
         *READING,
@@ -137,9 +129,12 @@ def gpu_lines(rows: Rows, names: Mapping[str, str]) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
-    "all": everything, "models": models, "short": short, "gpu": gpu,
-    "gpu_short": lambda rows: gpu_lines(rows, GPU_SHORT),
-}  # fmt: skip
+    "all": everything,
+    "models": lambda rows: some(rows, MODELS, "whole model"),
+    "short": lambda rows: some(rows, SHORT, "operator or model", [" / ".join(both) for both in zip(PASSES, STEPS)]),
+    "gpu": gpu,
+    "gpu_short": lambda rows: gpu(rows, GPU_SHORT),
+}
 
 
 def generate(folder: Path, table: str) -> str:
@@ -247,18 +242,10 @@ def filled(text: str, folder: Path) -> str:
     Raises:
         ValueError: the page has no markers, markers are not in pairs, or a row is missing.
     """
-    markers = list(_MARKER.finditer(text))
-    begins, ends = markers[::2], markers[1::2]
-    paired = len(begins) == len(ends) and all(
-        begin[2] == "begin" and end[2] == "end" and begin[1] == end[1] for begin, end in zip(begins, ends)
-    )
-    if not markers or not paired:
+    pairs = len(_MARKED.findall(text))
+    if not pairs or len(_MARKER.findall(text)) != 2 * pairs:
         raise ValueError("each table needs <!-- benchmark NAME: begin --> and, below it, <!-- benchmark NAME: end -->")
-    parts, last = [], 0
-    for begin, end in zip(begins, ends):
-        parts += [text[last : begin.end()], "\n", generate(folder, begin[1])]
-        last = end.start()
-    return "".join([*parts, text[last:]])
+    return _MARKED.sub(lambda marked: f"{marked[1]}\n{generate(folder, marked[2])}", text)
 
 
 def main(arguments: list[str] | None = None) -> int:
