@@ -14,7 +14,7 @@ import torch
 
 from tools.fuzz import broken, check, workers
 from tools.fuzz.__main__ import main
-from tools.fuzz.operators import OPERATORS, describe, legal_call
+from tools.fuzz.operators import OPERATORS, legal_call
 
 ROOT = Path(__file__).parents[2]
 OPERATOR = "criss_cross_attention"
@@ -69,7 +69,7 @@ def test_planted_faults_are_found_and_repeated(tmp_path):
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
 
     def crashes(number: int) -> bool:
-        shape = legal_call(OPERATOR, 5, number)[1].arguments["value"].shape
+        shape = legal_call(OPERATOR, 5, number).arguments["value"].shape
         return shape[-1] == 5 and shape[0] == 2
 
     result = run("--calls", "60", "--workers", "2")
@@ -112,47 +112,50 @@ def test_a_worker_that_cannot_start_or_hangs_is_no_success(monkeypatch, capsys):
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_a_call_is_determined_by_its_number(operator):
     def tensors(seed: int, number: int) -> list[torch.Tensor]:
-        _, call, grad = legal_call(operator, seed, number)
-        return [grad, *call.tensors().values()]
+        call = legal_call(operator, seed, number)
+        return [call.grad, *call.tensors().values()]
+
+    def describe(seed: int, number: int) -> str:
+        return legal_call(operator, seed, number).describe()
 
     for number in range(20):
-        assert describe(operator, 3, number) == describe(operator, 3, number)
+        assert describe(3, number) == describe(3, number)
         for a, b in zip(tensors(3, number), tensors(3, number), strict=True):
             assert a.stride() == b.stride()
             assert torch.equal(a.nan_to_num(), b.nan_to_num())
-    assert len({describe(operator, seed, number) for seed in range(2) for number in range(20)}) == 40
+    assert len({describe(seed, number) for seed in range(2) for number in range(20)}) == 40
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_is_drawn(operator):
     """All dtypes; strided, expanded and empty tensors; arguments absent, present, differentiated and invalid."""
     calls = [legal_call(operator, 0, number) for number in range(300)]
-    tensors = [tensor for _, call, _ in calls for tensor in call.tensors().values()]
-    arguments = [call.arguments for _, call, _ in calls]
-    assert {call.dtype() for _, call, _ in calls} == {
+    tensors = [tensor for call in calls for tensor in call.tensors().values()]
+    arguments = [call.arguments for call in calls]
+    assert {call.dtype() for call in calls} == {
         torch.float64, torch.float32, torch.float16, torch.bfloat16,
     }  # fmt: skip
     assert any(not tensor.is_contiguous() for tensor in tensors)
     assert any(tensor.stride(-1) > 1 for tensor in tensors if tensor.dim() and tensor.shape[-1] > 1)
     assert any(0 in tensor.stride() for tensor in tensors)
     assert any(tensor.numel() == 0 for tensor in tensors)
-    assert any(buffer.isnan().any() for _, call, _ in calls for buffer in call.buffers)
-    floats = {name for _, call, _ in calls for name in call.floats()}
-    assert {name for _, call, _ in calls for name in call.differentiated} == floats
+    assert any(buffer.isnan().any() for call in calls for buffer in call.source.buffers)
+    floats = {name for call in calls for name in call.floats()}
+    assert {name for call in calls for name in call.differentiated} == floats
     optional = {name for name in floats if any(given[name] is None for given in arguments)}
     required = {"value", "input", "offset", "weight", "sampling_locations", "attention_weights"}
     assert optional >= floats - required
-    mistakes = [broken.draw(source, call) for source, call, _ in calls]
+    mistakes = [broken.draw(call) for call in calls]
     assert {name for name, _ in filter(None, mistakes)} == set(arguments[0])
 
 
 def test_memory_beside_an_argument_is_watched():
     """Writes outside of a tensor's elements are detected."""
     for number in range(100):
-        _, call, grad = legal_call(OPERATOR, 0, number)
+        call = legal_call(OPERATOR, 0, number)
         call.backend = None
-        poisoned = [buffer for buffer in call.buffers if buffer.isnan().any()]
-        if poisoned and grad.numel():
+        poisoned = [buffer for buffer in call.source.buffers if buffer.isnan().any()]
+        if poisoned and call.grad.numel():
             break
     function = call.function
 
@@ -160,9 +163,9 @@ def test_memory_beside_an_argument_is_watched():
         poisoned[0][poisoned[0].isnan()] = 1
         return function(**arguments)
 
-    assert check.problems(call, grad)[0] == []
+    assert check.problems(call)[0] == []
     call.function = careless
-    assert "an argument, or memory beside it, was written to" in check.problems(call, grad)[0]
+    assert "an argument, or memory beside it, was written to" in check.problems(call)[0]
 
 
 def test_rounding_is_no_fault_and_more_is():

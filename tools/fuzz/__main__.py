@@ -24,7 +24,7 @@ import torch
 from tools import command_parser
 
 from . import workers
-from .operators import NAMES, describe, judge
+from .operators import NAMES, drawn, judge
 
 # cuBLAS reads it once, at its first product; without it, products fail in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
         failures += _fuzz(name, options, command)
     if failures:
         print(f"{len(failures)} failures in {options.calls * len(names)} calls:", *failures, sep="\n")
-    return 1 if failures else 0
+    return int(bool(failures))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -103,10 +103,10 @@ def _work(name: str, options: argparse.Namespace) -> int:
 def _show(name: str, options: argparse.Namespace) -> int:
     """Describe one call, then run it."""
     faulthandler.enable(sys.__stderr__)
-    print(describe(name, options.seed, options.only, options.device), flush=True)
-    verdict = judge(name, options.seed, options.only, options.device)
-    print(*(verdict.faults or [f"nothing is wrong: {verdict.roundings:.2g} roundings"]), sep="\n")
-    return 1 if verdict.faults else 0
+    print(drawn(name, options.seed, options.only, options.device).describe(), flush=True)
+    faults, roundings = judge(name, options.seed, options.only, options.device)
+    print(*(faults or [f"nothing is wrong: {roundings:.2g} roundings"]), sep="\n")
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import Call, in_words
+from .call import Call, in_one_line, in_words
 from .draw import DTYPES, Draw
 
 
-def draw(source: Draw, call: Call) -> tuple[str, Any] | None:
+def draw(call: Call) -> tuple[str, Any] | None:
     """Draw name and value of one broken argument; return None if twenty attempts find none."""
+    source = call.source
     for _ in range(20):
         name = source.choice(list(call.arguments))
         value = call.arguments[name]
@@ -26,8 +27,11 @@ def draw(source: Draw, call: Call) -> tuple[str, Any] | None:
     return None
 
 
-def problems(call: Call, name: str, value: Any) -> list[str]:
-    """Describe faults in the operator's response to one broken argument."""
+def problems(call: Call) -> list[str]:
+    """Describe faults in the operator's response to one broken argument, if one can be drawn."""
+    if (mistake := draw(call)) is None:
+        return []
+    name, value = mistake
     arguments = {**call.arguments, name: value}
     what = f"with {name} = {in_words(value)}"
     try:
@@ -35,14 +39,10 @@ def problems(call: Call, name: str, value: Any) -> list[str]:
     except (ValueError, TypeError) as error:
         if re.search(rf"\b{name}\b", str(error)):
             return []
-        return [f"{what}: the {type(error).__name__} does not name {name}: {_line(error)}"]
+        return [f"{what}: the {type(error).__name__} does not name {name}: {in_one_line(error)}"]
     except Exception as error:
-        return [f"{what}: {type(error).__name__} instead of ValueError or TypeError: {_line(error)}"]
+        return [f"{what}: {type(error).__name__} instead of ValueError or TypeError: {in_one_line(error)}"]
     return [f"{what}: no error, but a result of shape {tuple(output.shape)}"]
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def _tensor(source: Draw, call: Call, name: str, value: Tensor) -> Iterator[Any]:

@@ -33,12 +33,13 @@ class Call:
     given: Callable[[set[str]], bool]  # whether tensors of these names, with the others None, are a valid call
     magnitude: Callable[[Tensor], dict[str, float]]  # from the gradient of the output
     fits: Callable[[Sizes], bool] = allow  # whether sizes that agree with the axes are a valid call
-    buffers: list[Tensor] = field(default_factory=list)  # of which the tensors are views, NaN outside of them
     differentiated: list[str] = field(default_factory=list)
     backend: str | None = None  # None: the default one
     mixes: bool = False  # tensors may have different floating dtypes
     deterministic: bool = False  # in torch's deterministic mode, where uninitialised memory is NaN
     workspace: int | None = None  # bytes of logits that plain PyTorch materialises at once; None: the default
+    grad: Any = None  # of the output
+    source: Any = None  # the Draw that it comes from
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are not None, in the order of the arguments."""
@@ -83,6 +84,11 @@ def in_words(value: Any) -> str:
         return f"{kind} strides {value.stride()}" if value.layout == torch.strided else f"{kind} {value.layout}"
     text = repr(value)
     return text if len(text) < 60 else f"{type(value).__name__} {text[:50]}..."
+
+
+def in_one_line(error: Exception, length: int = 200) -> str:
+    """Return the beginning of an error's message."""
+    return " ".join(str(error).split())[:length]
 
 
 def largest(tensor: Any) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -123,6 +124,14 @@ class Draw:
             if view.numel():
                 view = torch.as_strided(view, view.shape, strides, view.storage_offset())
         return view
+
+    @contextmanager
+    def watched(self, faults: list[str]) -> Iterator[None]:
+        """Add a fault if what runs meanwhile writes to a tensor or to memory beside it."""
+        before = [buffer.clone() for buffer in self.buffers]
+        yield
+        if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, self.buffers)):
+            faults.append("an argument, or memory beside it, was written to")
 
     def _own(self, buffer: Tensor) -> Tensor:
         self.buffers.append(buffer)

@@ -6,7 +6,7 @@ Box suppression is compared with a plain greedy loop. mmcv's results go into ten
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attn_plugins import mmcv_ext
 
-from .call import in_words
+from .call import in_one_line, in_words
 from .draw import Draw
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -29,6 +29,7 @@ class Scene:
     targets: tuple[str, ...] = ()  # tensors that it writes and whose values count
     expected: Callable[[dict[str, Any]], list[Tensor]] | None = None  # None: the function itself in float64
     others: tuple[str, ...] = ()  # further tensors that it writes
+    source: Any = None  # the Draw that it comes from
 
     def run(self, arguments: dict[str, Any]) -> list[Tensor]:
         """Call the function on fresh targets and return all results."""
@@ -41,77 +42,59 @@ class Scene:
     def describe(self) -> str:
         return "\n".join([self.name, *(f"    {n:16} {in_words(v)}" for n, v in self.arguments.items())])
 
-
-def judge(seed: int, index: int, device: str) -> tuple[list[str], float]:
-    """Return the faults of one call, and of the same call with one argument broken."""
-    source = Draw("mmcv_ext", seed, index, device)
-    scene = draw(source)
-    before = {name: value.clone() for name, value in scene.arguments.items() if isinstance(value, Tensor)}
-    try:
-        faults, error = _compare(scene)
-    except Exception as failure:
-        faults, error = [f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"], 0.0
-    for name, value in before.items():
-        if not torch.equal(value.nan_to_num(), scene.arguments[name].nan_to_num()):
-            faults.append(f"{name} was written to")
-    return faults + _break(source, scene), error
-
-
-def describe(seed: int, index: int, device: str) -> str:
-    return draw(Draw("mmcv_ext", seed, index, device)).describe()
-
-
-def _compare(scene: Scene) -> tuple[list[str], float]:
-    tensors = [v for v in scene.arguments.values() if isinstance(v, Tensor) and v.is_floating_point()]
-    limit = max((TOLERANCE[t.dtype] for t in tensors), default=0.0)
-    exact = {
-        n: v.double().contiguous() if isinstance(v, Tensor) and v.is_floating_point() else v
-        for n, v in scene.arguments.items()
-    }
-    results, expected = scene.run(scene.arguments), (scene.expected or scene.run)(exact)
-    faults, largest = [], 0.0
-    for number, (result, wanted) in enumerate(zip(results, expected)):
-        if result.shape != wanted.shape:
-            faults.append(f"result {number} has shape {tuple(result.shape)}, not {tuple(wanted.shape)}")
-        elif result.numel():
-            result, wanted = result.cpu().double(), wanted.cpu().double()
-            scale = max(1.0, float(wanted.nan_to_num(0, 0, 0).abs().max()))
-            error = float((result - wanted).nan_to_num(0, 0, 0).abs().max()) / scale
-            largest = max(largest, error / limit)
-            if error > limit or not torch.equal(result.isfinite(), wanted.isfinite()):
-                faults.append(f"result {number} differs by {error:.2g} of its size, {limit:g} are allowed")
-    return faults, largest
-
-
-def _break(source: Draw, scene: Scene) -> list[str]:
-    """Call with one argument broken: it may raise ValueError or TypeError, or be a call that mmcv answers too."""
-    name = source.choice([n for n, v in scene.arguments.items() if isinstance(v, Tensor)])
-    value = scene.arguments[name]
-    broken = source.choice(
-        [
-            lambda: value.unsqueeze(0),
-            lambda: torch.zeros(*value.shape[:-1], value.shape[-1] + 1, dtype=value.dtype),
-            lambda: torch.zeros(value.shape, dtype=torch.complex64),
-            lambda: value.to("meta"),
-            lambda: torch.full_like(value, float("nan")) if value.is_floating_point() else value - 1000,
+    def problems(self) -> tuple[list[str], float]:
+        """Return the faults of the call, and its largest error, 1 at the tolerance."""
+        tensors = {n: v for n, v in self.arguments.items() if isinstance(v, Tensor)}
+        before = {name: value.clone() for name, value in tensors.items()}
+        floats = {n: v for n, v in tensors.items() if v.is_floating_point()}
+        limit = max((TOLERANCE[t.dtype] for t in floats.values()), default=0.0)
+        exact = {**self.arguments, **{n: v.double().contiguous() for n, v in floats.items()}}
+        results, expected = self.run(self.arguments), (self.expected or self.run)(exact)
+        faults, largest = [], 0.0
+        for number, (result, wanted) in enumerate(zip(results, expected)):
+            if result.shape != wanted.shape:
+                faults.append(f"result {number} has shape {tuple(result.shape)}, not {tuple(wanted.shape)}")
+            elif result.numel():
+                result, wanted = result.cpu().double(), wanted.cpu().double()
+                scale = max(1.0, float(wanted.nan_to_num(0, 0, 0).abs().max()))
+                error = float((result - wanted).nan_to_num(0, 0, 0).abs().max()) / scale
+                largest = max(largest, error / limit)
+                if error > limit or not torch.equal(result.isfinite(), wanted.isfinite()):
+                    faults.append(f"result {number} differs by {error:.2g} of its size, {limit:g} are allowed")
+        written = [
+            name for name, value in tensors.items() if not torch.equal(before[name].nan_to_num(), value.nan_to_num())
         ]
-    )()
-    if name in (*scene.targets, *scene.others) or not scene.arguments[name].numel():
+        return [*faults, *(f"{name} was written to" for name in written)], largest
+
+    def broken(self) -> list[str]:
+        """Call with one argument broken: it may raise ValueError or TypeError, or be a call that mmcv answers too."""
+        name = self.source.choice([n for n, v in self.arguments.items() if isinstance(v, Tensor)])
+        value = self.arguments[name]
+        wrong = self.source.choice(
+            [
+                lambda: value.unsqueeze(0),
+                lambda: torch.zeros(*value.shape[:-1], value.shape[-1] + 1, dtype=value.dtype),
+                lambda: torch.zeros(value.shape, dtype=torch.complex64),
+                lambda: value.to("meta"),
+                lambda: torch.full_like(value, float("nan")) if value.is_floating_point() else value - 1000,
+            ]
+        )()
+        if name in (*self.targets, *self.others) or not value.numel():
+            return []
+        try:
+            self.run({**self.arguments, name: wrong})
+        except (ValueError, TypeError):
+            pass
+        except Exception as error:
+            return [f"with {name} = {in_words(wrong)}: {type(error).__name__}: {in_one_line(error)}"]
         return []
-    try:
-        scene.run({**scene.arguments, name: broken})
-    except (ValueError, TypeError):
-        pass
-    except Exception as error:
-        return [f"with {name} = {in_words(broken)}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"]
-    return []
 
 
 # --- scenes -------------------------------------------------------------------------------------------------------
 
 
 def draw(source: Draw) -> Scene:
-    return source.choice(SCENES)(source)
+    return replace(source.choice(SCENES)(source), source=source)
 
 
 def _boxes(source: Draw, count: int) -> Tensor:

@@ -33,22 +33,21 @@ SCALES = (1.0, 1.0, 10.0, 100.0)  # of inputs: logits grow with their square
 class Scene:
     """One call of a module, determined by seed and index."""
 
-    def __init__(self, seed: int, index: int, device: str) -> None:
-        self.draw = draw = Draw("modules", seed, index, device)
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
         self.name = draw.choice(list(MODULES))
         self.made: Made = MODULES[self.name](draw)
         self.scale = draw.choice(SCALES)
-        self.module = getattr(modules, self.name)(**self.made.options, device=device, dtype=torch.float64)
+        self.module = getattr(modules, self.name)(**self.made.options, device=draw.device, dtype=torch.float64)
         with torch.no_grad():
             for parameter in self.module.parameters():
                 parameter.copy_(draw.normal(*parameter.shape, scale=0.3))
-        many = all(t.shape[0] > 1 for t in self.module_inputs())  # statistics of a batch need more than one number
+        many = all(
+            t.shape[0] > 1 for t in floating((self.made.args, self.made.kwargs))
+        )  # statistics of a batch need more than one number
         self.training = not self.made.options.get("dropout") and many and draw.chance(0.3)
         self.module.train(self.training)
         self.arguments = pytree.tree_map(self._finish, (self.made.args, self.made.kwargs))
-
-    def module_inputs(self) -> list[Tensor]:
-        return floating((self.made.args, self.made.kwargs))
 
     def _finish(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -82,6 +81,32 @@ class Scene:
         gradients = {f"gradient of {name}": t for name, t in zip(leaves, given) if t is not None}
         return {f"output {n}": t.detach() for n, t in enumerate(outputs)} | gradients
 
+    def problems(self) -> tuple[list[str], float]:
+        """Return the faults of the call, and its largest error in roundings of float32."""
+        written = list[str]()
+        with self.draw.watched(written):
+            faults, roundings = _values(self)
+            faults += _copies(self) + _fake(self)
+        return faults + written, roundings
+
+    def broken(self) -> list[str]:
+        """Break one option: the constructor must raise a ValueError or a TypeError that names it."""
+        kind = type(self.module)
+        hints = get_type_hints(kind.__init__)
+        name = self.draw.choice(
+            [n for n in inspect.signature(kind).parameters if n in hints and n not in ("device", "dtype")]
+        )
+        wrong = _wrong(self.draw, hints[name], name)
+        if wrong is None:
+            return []
+        try:
+            kind(**{**self.made.options, name: wrong[0]})
+        except (ValueError, TypeError) as error:
+            return [] if name in str(error) else [f"{name}={wrong[0]!r}: the error does not name it: {error}"]
+        except Exception as error:
+            return [f"{name}={wrong[0]!r}: {type(error).__name__}: {error}"]
+        return [f"{name}={wrong[0]!r} is accepted"]
+
 
 def _contiguous_gradient(layer: nn.Module, args: Any, output: Tensor) -> None:
     if output.requires_grad:
@@ -97,24 +122,6 @@ def leaf(value: Any, dtype: torch.dtype, nudge: float) -> Any:
 
 def floating(values: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def judge(seed: int, index: int, device: str) -> tuple[list[str], float]:
-    """Return the faults of one call, and its largest error in roundings of float32."""
-    try:
-        scene = Scene(seed, index, device)
-        before = [buffer.clone() for buffer in scene.draw.buffers]
-        faults, roundings = _values(scene)
-        faults += _copies(scene) + _fake(scene)
-        if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, scene.draw.buffers)):
-            faults.append("an argument, or memory beside it, was written to")
-    except Exception as error:
-        return [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"], 0.0
-    return faults + _illegal(scene), roundings
-
-
-def describe(seed: int, index: int, device: str) -> str:
-    return Scene(seed, index, device).describe()
 
 
 def _values(scene: Scene) -> tuple[list[str], float]:
@@ -202,26 +209,6 @@ def layout(tensor: Tensor, strides: bool = True) -> tuple[Any, ...]:
     """Return dtype, shape, and perhaps the strides that say where numbers lie."""
     known = [s for s, n in zip(tensor.stride(), tensor.shape) if n > 1] if strides and tensor.numel() else []
     return tensor.dtype, tuple(tensor.shape), known
-
-
-def _illegal(scene: Scene) -> list[str]:
-    """Break one option: the constructor must raise a ValueError or a TypeError that names it."""
-    kind = type(scene.module)
-    hints = get_type_hints(kind.__init__)
-    name = scene.draw.choice(
-        [n for n in inspect.signature(kind).parameters if n in hints and n not in ("device", "dtype")]
-    )
-    wrong = _wrong(scene.draw, hints[name], name)
-    if wrong is None:
-        return []
-    options = {**scene.made.options, name: wrong[0]}
-    try:
-        kind(**options)
-    except (ValueError, TypeError) as error:
-        return [] if name in str(error) else [f"{name}={wrong[0]!r}: the error does not name it: {error}"]
-    except Exception as error:
-        return [f"{name}={wrong[0]!r}: {type(error).__name__}: {error}"]
-    return [f"{name}={wrong[0]!r} is accepted"]
 
 
 def _wrong(draw: Draw, hint: Any, name: str) -> tuple[Any] | None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from . import attention, broken, check, mmcv_ext, module_calls, sampled
-from .call import Call
+from .call import Call, in_one_line
 from .draw import Draw
 
 OPERATORS = {
@@ -18,19 +16,12 @@ OPERATORS = {
     "deform_conv2d": sampled.convolution,
     "deformable_attention": sampled.deformable,
 }
-OTHERS = {"mmcv_ext": mmcv_ext, "modules": module_calls}
+OTHERS = {"mmcv_ext": mmcv_ext.draw, "modules": module_calls.Scene}
 NAMES = (*OPERATORS, *OTHERS)
 
 
-class Verdict(NamedTuple):
-    """Result of one call: descriptions of its faults, and the largest error in roundings."""
-
-    faults: list[str]
-    roundings: float
-
-
-def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tuple[Draw, Call, Tensor]:
-    """Return call number ``index`` of a run, its source of random numbers, and a gradient of its output."""
+def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> Call:
+    """Return call number ``index`` of a run, with a gradient of its output and its source of random numbers."""
     source = Draw(operator, seed, index, device)
     call = OPERATORS[operator](source)
     call.deterministic = source.chance(0.3)
@@ -39,27 +30,23 @@ def legal_call(operator: str, seed: int, index: int, device: str = "cpu") -> tup
     call.differentiated = [name for name in call.floats() if source.chance(0.6)]
     meta = {name: v.to("meta") if isinstance(v, Tensor) else v for name, v in call.arguments.items()}
     shape = call.function(**meta).shape
-    grad = source.finish(source.normal(*shape), call.dtype())
-    call.buffers = source.buffers
-    return source, call, grad
+    call.grad = source.finish(source.normal(*shape), call.dtype())
+    call.source = source
+    return call
 
 
-def judge(operator: str, seed: int, index: int, device: str = "cpu") -> Verdict:
-    """Run one call, then the same call with one argument broken."""
-    if operator in OTHERS:
-        return Verdict(*OTHERS[operator].judge(seed, index, device))
-    source, call, grad = legal_call(operator, seed, index, device)
+def drawn(name: str, seed: int, index: int, device: str = "cpu") -> Call | mmcv_ext.Scene | module_calls.Scene:
+    """Return a call by its number."""
+    if name in OPERATORS:
+        return legal_call(name, seed, index, device)
+    return OTHERS[name](Draw(name, seed, index, device))
+
+
+def judge(name: str, seed: int, index: int, device: str = "cpu") -> tuple[list[str], float]:
+    """Run one call, then the same call with one argument broken; return its faults, and its error in roundings."""
     try:
-        faults, roundings = check.problems(call, grad)
+        call = drawn(name, seed, index, device)
+        faults, roundings = check.problems(call) if isinstance(call, Call) else call.problems()
     except Exception as error:
-        faults, roundings = [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"], 0.0
-    if (mistake := broken.draw(source, call)) is not None:
-        faults += broken.problems(call, *mistake)
-    return Verdict(faults, roundings)
-
-
-def describe(operator: str, seed: int, index: int, device: str = "cpu") -> str:
-    """Describe a call, one argument per line."""
-    if operator in OTHERS:
-        return OTHERS[operator].describe(seed, index, device)
-    return legal_call(operator, seed, index, device)[1].describe()
+        return [f"{type(error).__name__}: {in_one_line(error, 300)}"], 0.0
+    return faults + (broken.problems(call) if isinstance(call, Call) else call.broken()), roundings
