@@ -12,7 +12,6 @@ checkpoint. An interrupted run resumes from its last checkpoint; a finished one 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from tools import need
+from tools import command_parser, need
 from tools.datasets.digits_on_photographs import Recipe, build
 from tools.detections_picture import Detection, draw, known_objects
 from tools.study.commands import ROOT, training_tool
@@ -110,8 +109,7 @@ def draw_detections(model: Any, out: Path, count: int = 6) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    plain = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser = command_parser("demo", __doc__)
     parser.add_argument("--no-attention", action="store_true", help="the same detector without the block")
     parser.add_argument("--work-dir", type=Path, help="default: work_dirs/demo or work_dirs/demo-plain")
     options = parser.parse_args(arguments)

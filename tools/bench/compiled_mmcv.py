@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import ModuleType
 
 NOT_COMPILED = "mmcv is not compiled here: make env-peers"
@@ -20,14 +21,12 @@ def is_compiled() -> bool:
     return mmcv._ext.get_compiler_version() != mmcv_ext.NOT_COMPILED
 
 
-def operators() -> ModuleType:
-    """Return ``mmcv.ops`` with compiled operators.
+def extension() -> ModuleType:
+    """Return mmcv's compiled extension, which ``mmcv.ops`` then calls.
 
     Raises:
         ImportError: mmcv is not installed or not compiled.
     """
     if not is_compiled():
         raise ImportError(NOT_COMPILED)
-    import mmcv.ops
-
-    return mmcv.ops
+    return sys.modules["mmcv._ext"]

@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None, command: Sequence[str] = COMMAN
     if options.only is not None and len(names) != 1:
         _parser().error("--only needs the name of one operator")
     if options.share:
-        return _work(names[0], options)
+        workers.work(options.share, lambda number: judge(names[0], options.seed, number, options.device))
+        return 0
     if options.only is not None:
         return _show(names[0], options)
     failures: list[str] = []
@@ -89,15 +90,6 @@ def _fuzz(name: str, options: argparse.Namespace, command: Sequence[str]) -> lis
         flush=True,
     )
     return failures
-
-
-def _work(name: str, options: argparse.Namespace) -> int:
-    """Run and report a share of the calls, as a worker."""
-    first, stop, step = map(int, options.share.split(":"))
-    for number in range(first, stop, step):
-        workers.report_start(number)
-        workers.report_end(*judge(name, options.seed, number, options.device))
-    return 0
 
 
 def _show(name: str, options: argparse.Namespace) -> int:

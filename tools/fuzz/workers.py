@@ -25,12 +25,11 @@ class Result(NamedTuple):
     roundings: float = 0.0
 
 
-def report_start(number: int) -> None:
-    print(f"{_START}{number}", flush=True)
-
-
-def report_end(faults: Sequence[str], roundings: float) -> None:
-    print(f"{_END}{json.dumps([list(faults), roundings])}", flush=True)
+def work(share: str, judge: Callable[[int], tuple[list[str], float]]) -> None:
+    """Run and report a share of the calls, ``FIRST:STOP:STEP``, in a worker."""
+    for number in range(*map(int, share.split(":"))):
+        print(f"{_START}{number}", flush=True)
+        print(f"{_END}{json.dumps(judge(number))}", flush=True)
 
 
 async def run(command: Sequence[str], calls: int, workers: int, report: Callable[[Result], None]) -> None:

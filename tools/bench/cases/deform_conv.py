@@ -38,7 +38,8 @@ def torchvision() -> Callable[..., Tensor]:
 
 
 def mmcv() -> Callable[..., Tensor]:
-    peer = compiled_mmcv.operators().modulated_deform_conv2d
+    compiled_mmcv.extension()
+    from mmcv.ops import modulated_deform_conv2d as peer
 
     def run(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
         return peer(input, offset, mask, weight, None, 1, 1, 1, 1, offset.shape[1] // (2 * 9))

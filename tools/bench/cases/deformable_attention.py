@@ -48,17 +48,18 @@ def mmcv(shapes: tuple, compiled: bool, numbers: bool = False) -> Callable[..., 
 
     CUDA has a compiled one. The one in plain PyTorch need not wait for the sizes if they are ``numbers``.
     """
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+    from mmcv.ops import multi_scale_deform_attn as peer
 
-    function = compiled_mmcv.operators().multi_scale_deform_attn.MultiScaleDeformableAttnFunction if compiled else None
+    if compiled:
+        compiled_mmcv.extension()
     sizes = torch.tensor(shapes)
     starts = torch.cat((sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]))
 
     def run(value: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         locations, weights = locations.to(value.dtype), weights.to(value.dtype)
-        if function is None:
-            return multi_scale_deformable_attn_pytorch(value, shapes if numbers else sizes, locations, weights)
-        return function.apply(value, sizes, starts, locations, weights, 64)
+        if compiled:
+            return peer.MultiScaleDeformableAttnFunction.apply(value, sizes, starts, locations, weights, 64)
+        return peer.multi_scale_deformable_attn_pytorch(value, shapes if numbers else sizes, locations, weights)
 
     return run
 
