@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,34 +24,28 @@ from attn_plugins.ops.common import backends, plans, triton_launch
 _NUMBERS = count(-1, -1)
 
 
-class Device:
-    """What Triton asks of a driver before a launch. Each has a number of its own, which no GPU has."""
-
-    def __init__(self) -> None:
-        self.number = next(_NUMBERS)
-        self.compiled: dict[Any, Any] = {}  # variants whose launches are known
-        self.plans: dict[Any, Any] = {}
-
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+def new_device() -> Any:
+    """Return what Triton asks of a driver before a launch, with a number of its own, which no GPU has."""
+    number = next(_NUMBERS)
+    return SimpleNamespace(
+        get_current_device=lambda: number,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        compiled={},  # variants whose launches are known
+        plans={},
+    )
 
 
 @contextmanager
-def idle_device(launched: Callable[..., None] = lambda *args: None, device: Device | None = None) -> Iterator[None]:
+def idle_device(launched: Callable[..., None] = lambda *args: None, device: Any = None) -> Iterator[None]:
     """Let Triton's backend serve tensors of the CPU by launches that do nothing.
 
     Args:
         launched: Called with what Triton gives a launcher: three sizes of the grid, the stream, (kernel, key) twice,
             three arguments for profilers, then the kernel's arguments and constants.
-        device: A device that remembers the kernels of earlier calls; None for a new one.
+        device: A :func:`new_device` that remembers the kernels of earlier calls; None for another one.
     """
-    device = device or Device()
+    device = device or new_device()
 
     def compile(self: Any, key: Any, signature: Any, number: int, *_: Any) -> CompiledKernel:
         kernel = object.__new__(CompiledKernel)

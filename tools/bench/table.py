@@ -66,20 +66,15 @@ BACKENDS = {
 }
 
 
-class Rows:
-    """Rows of the files in a folder, and the names of missing files."""
+class Rows(dict[str, Any]):
+    """Contents of the files in a folder by name, as they are asked for; None where missing or of an older format."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._files = folder, dict[str, Any]()
-        self.missing: dict[str, None] = {}
+        super().__init__()
+        self._folder = folder
 
-    def file(self, name: str) -> dict[str, Any] | None:
-        """Return the content of a file; record it and return None if it is missing or of an older format."""
-        if name not in self._files:
-            self._files[name] = results.read(self._folder / f"{name}.json")
-        if self._files[name] is None:
-            self.missing[name] = None
-        return self._files[name]
+    def __missing__(self, name: str) -> dict[str, Any] | None:
+        return self.setdefault(name, results.read(self._folder / f"{name}.json"))
 
     def of(self, entry: Entry) -> list[Mapping[str, Any] | None]:
         """Return the rows of both passes; None for each if the file is missing, and for one that a GPU did not run.
@@ -87,7 +82,7 @@ class Rows:
         Raises:
             ValueError: the file has no such row.
         """
-        data = self.file(entry.file)
+        data = self[entry.file]
         if data is None:
             return [None, None]
         rows = [row for row in data["rows"] if "error" not in row]
@@ -112,7 +107,7 @@ def some(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str]
 
 def gpu(rows: Rows, names: Mapping[str, str] | None = None) -> list[str]:
     """Return the GPU's rows and their legend: those of ``names``, by title, or all."""
-    data = rows.file(GPU)
+    data = rows[GPU]
     if data is None:
         return unmeasured(rows)
     machine, measured = data["machine"], (row for row in data["rows"] if "error" not in row)
@@ -158,7 +153,7 @@ def rows_table(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequenc
 
 def unmeasured(rows: Rows) -> list[str]:
     """Return a line that names the files that are missing."""
-    names = ", ".join(f"`{name}`" for name in rows.missing)
+    names = ", ".join(f"`{name}`" for name, content in rows.items() if content is None)
     return [f"Not measured yet in this way: {names}.", ""] if names else []
 
 
@@ -187,12 +182,11 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
     """Yield the legend of the rows of ``entries``."""
     shown = [row for entry in entries for row in rows.of(entry) if row]
     if shown:
-        files = [rows.file(name) for name in dict.fromkeys(entry.file for entry in entries)]
-        machines = [file["machine"] for file in files if file is not None and "machine" in file]
+        files = [rows[name] for name in dict.fromkeys(entry.file for entry in entries)]
+        machines = [file["machine"] for file in files if file is not None]
         dates = [machine["date"] for machine in machines]
-        when = " to ".join(dict.fromkeys((min(dates), max(dates)))) if dates else ""
-        where = f" ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})" if machines else ""
-        yield f"Best times of ours, float32{where}."
+        when = " to ".join(dict.fromkeys((min(dates), max(dates))))
+        yield f"Best times of ours, float32 ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})."
         yield from READING
         if any(row["noisy"] or row["loaded"] for row in shown):
             yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
@@ -214,7 +208,7 @@ def sentences(rows: Rows) -> Iterator[str]:
         yield "Peak working memory of `deform_conv2d` (2,256,100,152) as a share of the"
         yield f"{megabytes(size)} MiB column buffer, forward and forward+backward: {', '.join(parts)}."
         yield ""
-    calls = rows.file("calls-cpu")
+    calls = rows["calls-cpu"]
     if calls is not None:
         ranges = []
         for kind in ("forward", "gradients recorded"):

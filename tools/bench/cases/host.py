@@ -22,7 +22,7 @@ from attn_plugins.modules import AAConv2d, CrissCrossAttention2d
 from attn_plugins.ops.common import triton_launch
 
 from ..case import PASSES, Case, Run, prepare
-from ..idle_device import Device, idle_device
+from ..idle_device import idle_device, new_device
 
 CALLS = 50  # in one timed sample
 ROUTE = "Triton's route"
@@ -61,7 +61,7 @@ def prepared(function: Any, shapes: Sequence[tuple[int, ...]], passes: str, know
         if isinstance(called, nn.Module):
             called = called.bfloat16().eval()
         tensors = [torch.randn(shape, dtype=torch.bfloat16) for shape in shapes]
-        device = Device()
+        device = new_device()
 
         def idle() -> ExitStack:
             stack = ExitStack()
