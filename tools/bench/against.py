@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import load, worker
-from .report import milliseconds
+from .report import markdown, milliseconds
 from .results import NOISY, command_line, spread, summarize
 from .worker import Job
 
@@ -76,19 +76,19 @@ def own_rows(checkout: Path, job: Job) -> dict[str, Any]:
 
 def table(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the comparison, from the rows of each process."""
-    lines = ["| case | minimum, ms | median, ms | minimum after / before | |", "| --- | --- | --- | --- | --- |"]
+    rows = []
     for case in dict.fromkeys(name for rows in (*before, *after) for name in rows):
         old, new = pooled(case, before), pooled(case, after)
         if isinstance(old, str) or isinstance(new, str):
             reasons = [
                 f"{when}: {reason}" for when, reason in (("before", old), ("after", new)) if isinstance(reason, str)
             ]
-            lines.append(f"| {case} | | | | {'; '.join(reasons)} |")
+            rows.append([case, "", "", "", "; ".join(reasons)])
             continue
         cells = [f"{milliseconds(old[key])} → {milliseconds(new[key])}" for key in ("min", "median")]
         mark = "noisy" if max(spread(old), spread(new)) > NOISY else ""
-        lines.append(f"| {case} | {cells[0]} | {cells[1]} | {new['min'] / old['min']:.2f} | {mark} |")
-    return lines
+        rows.append([case, *cells, f"{new['min'] / old['min']:.2f}", mark])
+    return markdown(["case", "minimum, ms", "median, ms", "minimum after / before", ""], rows)
 
 
 def pooled(case: str, processes: Sequence[Mapping[str, Any]]) -> dict[str, Any] | str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from .load import LOADED, words
@@ -87,51 +88,60 @@ def page(data: Mapping[str, Any]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> list[str]:
     """Return the lines of the rows' explanation, with its ``{unit}`` replaced, and of their table."""
-    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    detailed = any("backends" in row for row in rows)
     medians = [row["ours"]["median"] for row in rows]
     unit, factor = ("µs", 1e3) if max(medians) < 1e-3 else ("s", 1e-3) if min(medians) >= 1 else ("ms", 1.0)
-    header = ["case", "ours", *(["served by", "our other backends"] if detailed else []), *peers]
-    header += [
-        *(["ratio", "goal", "memory"] if peers else []),
-        *(["share"] if detailed else []),
-        "others, CPUs",
-        "marks",
-    ]
-    lines = [explanation.format(unit=unit), "", "| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
-    for row in rows:
-        cells = [row["case"], cell(row["ours"], factor)]
-        if detailed:
-            served = dict.fromkeys(name for names in row["served_by"].values() for name in names)
-            times = [f"{name} {cell(result, factor)}" for name, result in row["backends"].items()]
-            cells += ["+".join(served), "; ".join([*times, *row["refusals"].values()])]
-        cells += [cell(row["peers"].get(name), factor) for name in peers]
-        if peers:
-            goal = row["goal"]
-            cells.append("" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}")
-            cells.append("" if goal is None else f"≥ {goal:.3g}×")
-            cells.append("" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}")
-        if detailed:
-            cells.append(f"{100 * row['share']:.0f} %" if row["share"] else "")
-        others = row["load"]["others"]
-        lines.append("| " + " | ".join([*cells, "?" if others is None else f"{others:.2f}", marks(row)]) + " |")
-    return lines
+    detailed, peers = any("backends" in row for row in rows), peers_of(rows)
+    columns: dict[str, Callable[[Any], str]] = {
+        "case": lambda row: row["case"],
+        "ours": lambda row: cell(row["ours"], factor),
+    }
+    if detailed:
+        columns["served by"] = lambda row: "+".join(dict.fromkeys(chain.from_iterable(row["served_by"].values())))
+        columns["our other backends"] = lambda row: "; ".join(
+            [*(f"{name} {cell(result, factor)}" for name, result in row["backends"].items()), *row["refusals"].values()]
+        )
+    columns |= {name: lambda row, name=name: cell(row["peers"].get(name), factor) for name in peers}
+    if peers:
+        columns["ratio"] = lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}"
+        columns["goal"] = lambda row: "" if row["goal"] is None else f"≥ {row['goal']:.3g}×"
+        columns["memory"] = lambda row: "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}"
+    if detailed:
+        columns["share"] = lambda row: f"{100 * row['share']:.0f} %" if row["share"] else ""
+    columns |= {"others, CPUs": lambda row: cpus(row["load"]["others"]), "marks": marks}
+    lines = markdown(columns, [[of(row) for of in columns.values()] for row in rows])
+    return [explanation.format(unit=unit), "", *lines]
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in (header, *rows))
+    return [head, "| --- " * len([*header]) + "|", *body]
+
+
+def peers_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all peers, in their order."""
+    return list(dict.fromkeys(name for row in rows for name in row["peers"]))
+
+
+def cpus(others: float | None) -> str:
+    """Format CPUs that other processes used, "?" if unknown."""
+    return "?" if others is None else f"{others:.2f}"
 
 
 def features_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of the second table of whole models."""
-    lines = [
+    cells = []
+    for row in rows:
+        both = row["ours"], row["peers"]["stock"]
+        features, losses = [f"{one['features']:.3g}" for one in both], [f"{one['loss']:g}" for one in both]
+        cells.append([row["case"], str(row["rounds"]), *features, *losses, row["config"]])
+    header = ["case", "rounds", "ours, s", "stock, s", "loss of ours", "loss of stock", "config"]
+    return [
         "Forward time of backbone and neck, the least of all calls, and the loss of the first training step, in which",
         "both start from the same weights:",
         "",
-        "| case | rounds | ours, s | stock, s | loss of ours | loss of stock | config |",
-        "| --- " * 7 + "|",
+        *markdown(header, cells),
     ]
-    for row in rows:
-        ours, stock = row["ours"], row["peers"]["stock"]
-        cells = [row["case"], str(row["rounds"]), f"{ours['features']:.3g}", f"{stock['features']:.3g}"]
-        lines.append("| " + " | ".join([*cells, f"{ours['loss']:g}", f"{stock['loss']:g}", row["config"]]) + " |")
-    return lines
 
 
 def cell(result: Mapping[str, Any] | None, factor: float = 1.0) -> str:
@@ -160,21 +170,17 @@ def host_bound(row: Mapping[str, Any]) -> bool:
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of working memory: memory of a call beyond its results, relative to a buffer."""
-    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
-    buffer = rows[0]["buffer"]["name"]
-    lines = [
+    peers, buffer = peers_of(rows), rows[0]["buffer"]["name"]
+    cells = []
+    for row in rows:
+        size, results = row["buffer"]["size"], [row["ours"], *(row["peers"].get(name) for name in peers)]
+        cells.append([row["case"], megabytes(size), *(shares(result, size) for result in results)])
+    return [
         f"Working memory: the most that a call holds beyond its results, in MiB and as share of the {buffer}. First by",
         "torch's allocator, then of the whole process, with kernels' own scratch and without pages never touched.",
         "",
-        f"| case | {buffer} | ours | " + " | ".join(peers) + " |",
-        "| --- " * (3 + len(peers)) + "|",
+        *markdown(["case", buffer, "ours", *peers], cells),
     ]
-    for row in rows:
-        size = row["buffer"]["size"]
-        cells = [row["case"], megabytes(size)]
-        cells += [shares(result, size) for result in (row["ours"], *(row["peers"].get(name) for name in peers))]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
 
 
 def working_memory(result: Mapping[str, Any], key: str = "memory") -> int:

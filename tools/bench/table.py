@@ -146,9 +146,9 @@ def generate(folder: Path, table: str) -> str:
 def rows_table(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str] | None = None) -> list[str]:
     """Return a table of the measured rows; empty if there are none."""
     measured = [(entry.title, rows.of(entry)) for entry in entries]
-    body = [row_line(title, both) for title, both in measured if any(both)]
-    head = [f"| {title} | peers | {' | '.join(passes or entries[0].passes)} | memory |", "| --- " * 5 + "|"]
-    return [*head, *body, ""] if body else []
+    body = [row_cells(title, both) for title, both in measured if any(both)]
+    header = [title, "peers", *(passes or entries[0].passes), "memory"]
+    return [*report.markdown(header, body), ""] if body else []
 
 
 def unmeasured(rows: Rows) -> list[str]:
@@ -157,12 +157,12 @@ def unmeasured(rows: Rows) -> list[str]:
     return [f"Not measured yet in this way: {names}.", ""] if names else []
 
 
-def row_line(title: str, both: Sequence[Mapping[str, Any] | None]) -> str:
-    """Return the line of a title, from the rows of its passes, None for one that was not measured."""
+def row_cells(title: str, both: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """Return the cells of a title, from the rows of its passes, None for one that was not measured."""
     measured = [row for row in both if row is not None]
     peers = dict.fromkeys(name for row in measured for name, peer in row["peers"].items() if "error" not in peer)
     ratios = ("–" if row is None or row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}" for row in both)
-    return f"| {title} | {'; '.join(peers)} | {' | '.join(map(ratio, both))} | {' / '.join(ratios)} |"
+    return [title, "; ".join(peers), *map(ratio, both), " / ".join(ratios)]
 
 
 def ratio(row: Mapping[str, Any] | None) -> str:
@@ -220,14 +220,14 @@ def sentences(rows: Rows) -> Iterator[str]:
 
 def backends() -> list[str]:
     """Return the lines of the table of each operator's backends on CPUs and on CUDA."""
-    lines = ["| operator | on CPUs | on CUDA |", "| --- | --- | --- |"]
+    rows = []
     for name in sorted(operators()):
         table = backends_of(name)
         cells = []
         for absent in (("cuda", "triton", "flash"), ("cpu", "amx")):
             cells.append(", then ".join(BACKENDS.get(backend, backend) for backend in table if backend not in absent))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    return lines
+        rows.append([f"`{name}`", *cells])
+    return report.markdown(["operator", "on CPUs", "on CUDA"], rows)
 
 
 def filled(text: str, folder: Path) -> str:

@@ -111,24 +111,18 @@ def section(data: Mapping[str, Any]) -> str:
     patterns = data["patterns"]
     lines = ["## Measured", *report.head("", data)[1:]]
     lines += [f"One clip, {data['model']} with {data['depth']} blocks. {EXPLANATION}", ""]
-    lines += _header(["clip", *patterns, "others, CPUs", "marks"])
-    counted = []
+    measured, counted = [], []
     for row in data["rows"]:
         cells = [report.cell(row["patterns"][pattern]) for pattern in patterns]
-        others = row["load"]["others"]
-        last = ["?" if others is None else f"{others:.2f}", report.marks(row)]
-        lines.append("| " + " | ".join([row["case"], *cells, *last]) + " |")
+        measured.append([row["case"], *cells, report.cpus(row["load"]["others"]), report.marks(row)])
         if row["kind"] == "forward":
             clip = data["model"], row["frames"], row["size"]
             counts = {p: cost(clip[0], p, *clip[1:], depth=data["depth"]) / 1e9 for p in patterns}
             cells = [f"{count:.1f} ({count / row['patterns'][p]['min']:.0f}/s)" for p, count in counts.items()]
-            counted.append("| " + " | ".join([row["case"], *cells]) + " |")
+            counted.append([row["case"], *cells])
+    lines += report.markdown(["clip", *patterns, "others, CPUs", "marks"], measured)
     lines += ["", "Counted G multiply-adds of a forward pass, and those a second by the minimum:", ""]
-    return "\n".join([*lines, *_header(["clip", *patterns]), *counted]) + "\n"
-
-
-def _header(cells: Sequence[str]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |", "| --- " * len(cells) + "|"]
+    return "\n".join([*lines, *report.markdown(["clip", *patterns], counted)]) + "\n"
 
 
 def plot(
