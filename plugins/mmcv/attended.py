@@ -203,6 +203,16 @@ class TokenAttention(modules.SpatialSelfAttention):
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None
 
+    def token_weights(
+        self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
+    ) -> Tensor:
+        """Compute the attention weights (B, M, N, S), for the inputs of :meth:`forward`."""
+        grid = self._grid(query, key)
+        x, key = query.transpose(0, 1), key.transpose(0, 1)
+        q, k, v, places, P, mask = self._prepared(x, key, None, grid, key_padding_mask, attn_mask, 0)
+        weights = self.pairs(x, q, k, v, places, P, key_padding_mask, mask).weights()
+        return weights.expand(len(x), self.num_heads, len(query), -1)
+
     def token_logits(
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> dict[str, Tensor]:

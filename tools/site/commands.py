@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ("attn_plugins", "-h")
 
 
 def commands() -> list[str]:

@@ -35,10 +35,6 @@ class Settings:
     images: int | None = None  # number of training images
     left_out: list[str] | None = None  # the broken images that --skip-broken found; None if it was not given
 
-    def to_json(self) -> str:
-        """Return the settings as JSON, for the state file."""
-        return json.dumps(dataclasses.asdict(self), default=str)  # YAML values may be dates
-
 
 @dataclass
 class State:
@@ -64,7 +60,7 @@ class State:
 def save_state(file: Path, state: State, parts: Mapping[str, Any]) -> None:
     """Write everything that the next epoch needs."""
     content = dict(
-        settings=state.settings.to_json(),
+        settings=json.dumps(dataclasses.asdict(state.settings), default=str),  # YAML values may be dates
         epoch=state.epoch,
         best=state.best,
         rows=state.rows,

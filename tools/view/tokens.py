@@ -8,13 +8,12 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from attn_plugins.modules import SpatialSelfAttention
 from attn_plugins.modules.common.capture import softmax_over_keys
@@ -36,7 +35,6 @@ class Tokens(Maps):
     key: Tensor  # likewise
     masks: dict[str, Tensor | None]  # key_padding_mask and attn_mask, as passed to it
     keys: tuple[int, int]  # (Hk, Wk)
-    _probed: dict[bool, Tensor] = field(default_factory=dict, repr=False)
 
     @torch.no_grad()
     def weights(self, chosen: Tensor | None = None, blank: bool = False) -> Tensor:
@@ -47,9 +45,7 @@ class Tokens(Maps):
             if self.part:
                 weights = softmax_over_keys(self._logits(query, key)[self.part])
             else:
-                weights = self._probed.get(blank)
-                if weights is None:
-                    weights = self._probed[blank] = probed_weights(attention, query, key, masks)
+                weights = attention.token_weights(query, key, **masks)
             return weights if chosen is None else weights.index_select(2, chosen)
         if chosen is not None:
             mask = masks.get("attn_mask")
@@ -92,31 +88,6 @@ def product_weights(attention: Any, query: Tensor, key: Tensor, masks: dict[str,
     if padding is not None:
         logits = logits.masked_fill(padding.bool()[:, None, None], -torch.inf)
     return logits.softmax(-1)
-
-
-def probed_weights(attention: nn.Module, query: Tensor, key: Tensor, masks: dict[str, Any]) -> Tensor:
-    """Recover a layer's weights, for any kind of logits, from its outputs for values that are 1 at one key.
-
-    The layer's output is linear in its values. Without the projections of values and outputs, channel j of a head
-    carries the weight of key j among d keys at a time, in S / d passes.
-
-    ``attention`` is as ``attn_plugins.mmcv.attended.TokenAttention``, of (Q, B, C) and (S, B, C). Returns (B, M, Q, S).
-    """
-    S, B, C = key.shape
-    heads = attention.num_heads
-    d = C // heads
-    plain = {name: own.detach().clone() for name, own in attention.named_parameters() if "_proj" in name}
-    plain["in_proj_weight"][2 * C :] = plain["out_proj.weight"] = torch.eye(C).to(key)
-    if "in_proj_bias" in plain:
-        plain["in_proj_bias"][2 * C :] = plain["out_proj.bias"][:] = 0
-    columns = []
-    for start in range(0, S, d):
-        one = torch.eye(S, d if start + d <= S else S - start, dtype=key.dtype, device=key.device).roll(start, 0)
-        value = torch.zeros(S, B, heads, d, dtype=key.dtype, device=key.device)
-        value[..., : one.shape[1]] = one[:, None, None]
-        output = functional_call(attention, plain, (query, key, value.flatten(2)), masks)[0]
-        columns.append(output.unflatten(2, (heads, d))[..., : one.shape[1]])
-    return torch.cat(columns, -1).permute(1, 2, 0, 3)
 
 
 def tokens(model: nn.Module) -> dict[str, str]:
