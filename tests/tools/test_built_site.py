@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.view_helpers import click
 from tools.site import reference
 
 pytestmark = pytest.mark.site
@@ -93,9 +94,6 @@ def test_the_attention_page_answers_a_click(address, page):
     page.open(f"{address}/attention/index.html")
     page.run("image.decode()")
     before = page.run("where.textContent")
-    left, top, width, height = page.run(
-        "(() => { const b = picture.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
-    )
-    page.click(left + 0.8 * width, top + 0.8 * height)
+    click(page, "picture", 0.8, 0.8)
     assert page.run("where.textContent") != before
     assert page.run("window.errors") == []

@@ -142,9 +142,3 @@ def test_a_table_is_written_and_every_difference_has_its_reason(tmp_path, capsys
     assert line in rows
     assert sum("%" in row for row in rows) == differing
     assert [f.name for f in file.parent.iterdir()] == ["figures.md"]
-
-
-def test_an_unknown_paper(capsys):
-    with pytest.raises(SystemExit):
-        main(["resnext"])
-    assert "PAPER must be one of aaconv" in capsys.readouterr().err

@@ -73,17 +73,7 @@ def test_measured_times(tmp_path, capsys, one_thread, monkeypatch):
     capsys.readouterr()
 
 
-def test_stored_times_of_something_else(tmp_path, capsys):
-    (tmp_path / "other.json").write_text(results.dump({"benchmark": "calls", "rows": []}))
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "broken.json").write_text("{")
-    for name in ("other", "list", "broken", "none"):
-        with pytest.raises(SystemExit):
-            main([*SMALL, "--measured", str(tmp_path / f"{name}.json")])
-        assert (
-            f"--measured must be a file of tools.bench space_time, got {tmp_path / name}.json"
-            in capsys.readouterr().err
-        )
+OTHERS = {"other.json": results.dump({"benchmark": "calls", "rows": []}), "list.json": "[]", "broken.json": "{"}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +83,13 @@ def test_stored_times_of_something_else(tmp_path, capsys):
         (["--sizes", "100"], "--sizes must be positive multiples of 16, got 100"),
         (["--frames", "0"], "--frames must be positive, got 0"),
         (["--plot", "cost.gif"], "--plot must end with .svg, .png or .pdf, got cost.gif"),
+        *((["--measured", name], f"file of tools.bench space_time, got {name}") for name in (*OTHERS, "none.json")),
     ],
 )
-def test_errors(arguments, message, capsys):
+def test_errors(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, text in OTHERS.items():
+        Path(name).write_text(text)
     with pytest.raises(SystemExit):
         main(arguments)
     assert re.search(message, capsys.readouterr().err)

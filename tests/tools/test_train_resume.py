@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 pytest.importorskip("timm")
 
 from tests.helpers.photo_folders import make_photographs
+from tests.tools.test_train import rows
 from tools.train.__main__ import main
 from tools.train.checkpoint import read_weights
 from tools.train.log import Log
@@ -59,11 +59,6 @@ def run(interrupted, tmp_path) -> Path:
 
 def resume(run: Path, photographs: Path, *arguments: str) -> int:
     return main([*arguments, "--data", str(photographs), "--output", str(run / "parts"), "--resume"])
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    with open(folder / "log.csv") as file:
-        return [{k: float(v) for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
 
 
 def same_as_whole(run: Path) -> bool:
