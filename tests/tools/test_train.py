@@ -200,15 +200,6 @@ def test_offsets_learn_at_a_tenth_of_the_rate(ten_digits, tmp_path):
     assert min(rates) == pytest.approx(max(rates) / 10)
 
 
-def test_a_model_that_is_built_for_one_size_takes_the_configured_one(ten_digits, tmp_path):
-    from tools.view.models import load_timm
-
-    options = ["--model", "vit_tiny_patch16_224", "--set", "model_args={'depth': 1}", "--set", "input_size=[32, 48]"]
-    assert run(ten_digits, tmp_path / "out", *options, "--epochs", "1") == 0
-    assert read_weights(tmp_path / "out/best.safetensors")[1]["input_size"] == "[32, 48]"
-    assert load_timm("vit_tiny_patch16_224", tmp_path / "out/best.safetensors", {}).pos_embed.shape[1] == 1 + 2 * 3
-
-
 def test_a_diverging_training_stops_and_keeps_what_it_has(digits, tmp_path, capsys):
     assert run(digits, tmp_path, "--lr", "1e12", "--epochs", "2", "--set", "warmup=0") == 2
     assert "the loss is" in capsys.readouterr().err

@@ -196,15 +196,6 @@ def test_every_model_and_picture_has_a_folder_of_its_own(checkpoints, photograph
 # --- clips --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory) -> Path:
-    folder, noise = tmp_path_factory.mktemp("clips") / "walk", np.random.default_rng(0)
-    folder.mkdir()
-    for number in range(8):
-        Image.fromarray(noise.integers(0, 255, (96, 160, 3), np.uint8)).save(folder / f"{number}.png")
-    return folder
-
-
 def test_a_row_of_frames_for_every_step_and_query(clip, tmp_path, capsys):
     model = timm.create_model(CLIP, **SMALL_CLIP, num_classes=3)
     options = {key: SMALL_CLIP[key] for key in ("embed_dim", "depth", "num_heads")}

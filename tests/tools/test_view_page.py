@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 pytest.importorskip("timm")
 
@@ -146,11 +145,8 @@ def test_the_switch_shows_a_part_and_hides_layers_without_it(photograph, draw, b
     assert browser.run("panels[0].canvas.toDataURL()") == before
 
 
-def test_a_place_of_a_frame(draw, browser, tmp_path):
-    noise = np.random.default_rng(0)
-    for number in range(4):
-        Image.fromarray(noise.integers(0, 255, (96, 160, 3), np.uint8)).save(tmp_path / f"{number}.png")
-    file = draw(CLIP, tmp_path, *options_of(SMALL_CLIP))
+def test_a_place_of_a_frame(draw, browser, clip):
+    file = draw(CLIP, clip, *options_of(SMALL_CLIP))
     open_page(browser, file)
     assert browser.run("where.textContent") == "Query: the cls token"
     click(browser, "picture", 0.9, 0.55)  # frame 3: rows from 0.5, columns from 0.5

@@ -173,10 +173,10 @@ def follow_picture(
     deformable = [call for call in calls if isinstance(call.layer, DeformableConv2d)]
     if not deformable:
         raise ViewError(f"--follow needs a DeformableConv2d of attn_plugins, and {type(model).__name__} has none")
-    last = chosen_layers([call.name for call in deformable], patterns)[-1]
     names = [call.name for call in deformable]
-    grid = deformable[names.index(last)].arguments[0].shape[2:]
+    last = chosen_layers(names, patterns)[-1]
     before = deformable[: names.index(last) + 1]
+    grid = before[-1].arguments[0].shape[2:]
     followed = [call for call in before if call.arguments[0].shape[2:] == grid][-depth:]
 
     # The network's input is resized and padded below and to the right: compute there, draw in the file's pixels.

@@ -89,15 +89,11 @@ def objects_of(seen: dict[str, Any], picture: Sequence[int], inside: Sequence[in
         masks = places[order]
         boxes = torch.stack([_box_of_mask(mask, picture, inside) for mask in masks])
     else:
-        boxes = _corners(places[order], inside)
+        size = places.new_tensor([inside[1], inside[0]]).repeat(2)
+        corners = box_convert(places[order], "cxcywh", "xyxy") * size
+        boxes = clip_boxes_to_image(corners, (inside[0], inside[1]))
     names = [classes[n] if n < len(classes) else f"class {n}" for n in labels[order].tolist()]
     return Objects(order, labels[order], names, scores[order], boxes, masks)
-
-
-def _corners(boxes: Tensor, inside: Sequence[int]) -> Tensor:
-    """Convert boxes (N, 4), (x, y, w, h) relative to the picture, to corners in its pixels."""
-    size = boxes.new_tensor([inside[1], inside[0]]).repeat(2)
-    return clip_boxes_to_image(box_convert(boxes, "cxcywh", "xyxy") * size, (inside[0], inside[1]))
 
 
 def fine_mask(logits: Tensor, picture: Sequence[int], inside: Sequence[int]) -> Tensor:
