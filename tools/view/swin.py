@@ -98,13 +98,13 @@ class StockWindows:
 def watch_swin(model: nn.Module, names: Iterable[str], keep: Keep) -> Iterator[Handle]:
     """See :data:`.Watch`."""
 
-    def record(name: str, block: Any, module: Any, inputs: Any, output: Any = None) -> None:
-        call = Captured(name, StockWindows(block), (inputs[0] if output is None else output,), {})
+    def record(name: str, windows: StockWindows, module: Any, inputs: Any, output: Any = None) -> None:
+        call = Captured(name, windows, (inputs[0] if output is None else output,), {})
         keep(Ours(name=name, size=call.size, call=call))
 
     for name, block in swin_blocks(model).items():
         if name in names:
-            note = partial(record, name, block)
+            windows = StockWindows(block)
+            note = partial(record, name, windows)
             # V2 normalises after its attention, V1 before.
-            second = type(block.attn).__module__.endswith(SECOND)
-            yield block.register_forward_pre_hook(note) if second else block.norm1.register_forward_hook(note)
+            yield block.register_forward_pre_hook(note) if windows.second else block.norm1.register_forward_hook(note)
