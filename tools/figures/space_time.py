@@ -17,7 +17,6 @@ from typing import Any
 
 import timm
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import attn_plugins.timm  # noqa: F401 - registers the models
 from attn_plugins.modules.tokens.space_time_attention import STEPS
@@ -27,6 +26,7 @@ from tools.bench.cases import space_time as cases
 from tools.files import write_text
 from tools.plots import figure
 
+from . import convention
 from .row import Row, markdown
 
 MODEL = "timesformer_base_patch16_224"
@@ -55,9 +55,7 @@ def build(name: str, pattern: str, frames: int, size: int, **options: int) -> to
 def cost(name: str, pattern: str, frames: int, size: int, **options: int) -> int:
     """Count the multiply-adds of all products for one clip: projections, MLPs, attention, patches and the head."""
     model = build(name, pattern, frames, size, **options)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, frames, 3, size, size, device="meta"))
-    return counter.get_total_flops() // 2
+    return convention.executed(convention.calls(model, 1, frames, 3, size, size))
 
 
 def printed_figures() -> list[Row]:
@@ -65,8 +63,7 @@ def printed_figures() -> list[Row]:
     rows = []
     for pattern, printed in PARAMETERS.items():
         model = build(MODEL, pattern, 8, 224, num_classes=SSV2_CLASSES)
-        count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-        rows.append(Row(f"Table 1, {pattern}", "M parameters", printed, count))
+        rows.append(Row(f"Table 1, {pattern}", "M parameters", printed, convention.parameters(model) / 1e6))
     for name, (frames, size, printed) in INFERENCE.items():
         tera = VIEWS * cost(MODEL, "divided", frames, size) / 1e12
         remark = REPEATED if name == "TimeSformer-L" else ""
