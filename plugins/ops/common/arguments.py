@@ -94,6 +94,16 @@ def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device
         raise ValueError(f"key_padding_mask must be on the keys' device {device}, got {mask.device}")
 
 
+def broadcasts(tensor: Tensor, shape: Sequence[int], axes: int) -> bool:
+    """Return whether ``tensor`` has a shape, or size 1 instead along any of the first ``axes`` axes."""
+    if tensor.shape[axes:] != shape[axes:]:
+        return False
+    for size, expected in zip(tensor.shape[:axes], shape):  # noqa: SIM110  a generator is a call for every axis
+        if size != 1 and size != expected:
+            return False
+    return True
+
+
 def check_dim(name: str, tensor: Tensor, shape: str) -> None:
     """Check that ``tensor`` has as many axes as ``shape``, such as ``'(B, C, H, W)'``."""
     if tensor.dim() != shape.count(",") + 1:

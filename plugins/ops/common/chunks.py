@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
 
 WORKSPACE = {"cpu": 4 << 20, "cuda": 64 << 20}  # bytes of one chunk's logits
 
@@ -17,6 +19,12 @@ def chunks(B: int, M: int, Hq: int, Wq: int, keys: int, budget: int) -> Iterator
         for h in range(0, Hq, rows):
             for w in range(0, Wq, columns):
                 yield slice(b, min(b + images, B)), slice(h, min(h + rows, Hq)), slice(w, min(w + columns, Wq))
+
+
+def add_chunk(total: Tensor, index: Sequence[slice], addend: Tensor) -> None:
+    """Add to the part ``index`` of ``total``, summed over the axes where ``total`` has size 1."""
+    target = total[tuple(part if size > 1 else slice(None) for part, size in zip(index, total.shape))]
+    target += addend.sum_to_size(target.shape)
 
 
 def _even(total: int, most: int) -> int:

@@ -114,5 +114,5 @@ def refusal(device: torch.device | str, kind: str) -> str | None:
 
 
 def refuses_determinism(terms: Any, options: Any) -> str | None:
-    """Refuse the backward in deterministic mode: kernels add with atomics, the reference's index_add need not."""
+    """Refuse the backward in deterministic mode: kernels add with atomics, those of plain PyTorch need not."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None

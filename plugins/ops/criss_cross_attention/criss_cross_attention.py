@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, check_dim, check_tensors, finite
+from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
 from ..common.operator import Operator
 from . import reference, triton
 from . import torch as plain
@@ -83,8 +83,7 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
     if position_logits is not None:
         shape = (B, M, H, W, H + W)
         check_dim("position_logits", position_logits, "(B, M, H, W, H + W)")
-        fits = position_logits.shape[2:] == shape[2:]
-        if not fits or any(n != 1 and n != m for n, m in zip(position_logits.shape[:2], shape[:2])):
+        if not broadcasts(position_logits, shape, 2):
             raise ValueError(
                 f"position_logits must have shape {shape}, H + W logits per position of value, or size 1 in either of "
                 f"the first two axes, got {tuple(position_logits.shape)}"

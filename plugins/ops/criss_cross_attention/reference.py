@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,21 +29,14 @@ def criss_cross_logits(
     return logits.masked_fill(own.unsqueeze(1), float("-inf"))
 
 
-def criss_cross_probabilities(
-    query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
-) -> Tensor:
-    """Return the attention weights, (B, M, H, W, H + W): of the query's column, then of its row.
-
-    The query's own position has its weight in the row, and 0 in the column.
-    """
-    return masked_softmax(criss_cross_logits(query, key, value, position_logits, scale))
+def criss_cross_probabilities(*operands: Any) -> Tensor:
+    """Return the softmax of :func:`criss_cross_logits`, (B, M, H, W, H + W): 0 at the query itself in the column."""
+    return masked_softmax(criss_cross_logits(*operands))
 
 
-def criss_cross_attention(
-    query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None, scale: float
-) -> Tensor:
-    """See :func:`attn_plugins.ops.criss_cross_attention`."""
-    weights = criss_cross_probabilities(query, key, value, position_logits, scale)
+def criss_cross_attention(query: Tensor | None, key: Tensor | None, value: Tensor, *others: Any) -> Tensor:
+    """See :func:`attn_plugins.ops.criss_cross_attention`; the operands are those of the logits."""
+    weights = criss_cross_probabilities(query, key, value, *others)
     values, H = value.to(weights.dtype), value.shape[2]
     column = torch.einsum("bmhwi,bmiwd->bmhwd", weights[..., :H], values)
     row = torch.einsum("bmhwj,bmhjd->bmhwd", weights[..., H:], values)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, check_dim, check_tensors, finite
+from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
 from ..common.backends import closed_form
 from ..common.operator import Operator, counts_of_products, under_autocast
 from ..common.softmax import masked_softmax
@@ -138,22 +138,16 @@ def _check(terms: Terms) -> None:
             check_dim(name, logits, f"(B, M, Hq, Wq, {axes})")
     Hq, Wq = terms.grid()
     shapes = {
-        "row_logits": (row_logits, (B, M, Hq, Wq, Hk)),
-        "column_logits": (column_logits, (B, M, Hq, Wq, Wk)),
-        "key_logits": (key_logits, (B, M, Hk, Wk)),
+        "row_logits": (row_logits, (B, M, Hq, Wq, Hk), 4),
+        "column_logits": (column_logits, (B, M, Hq, Wq, Wk), 4),
+        "key_logits": (key_logits, (B, M, Hk, Wk), 2),
     }
-    for name, (logits, shape) in shapes.items():
-        if logits is None:
-            continue
-        broadcast = 4 if len(shape) == 5 else 2  # leading axes that broadcast
-        fits = logits.dim() == len(shape) and logits.shape[broadcast:] == shape[broadcast:]
-        if not fits or any(n != 1 and n != m for n, m in zip(logits.shape[:broadcast], shape[:broadcast])):
-            queries = (
-                "" if broadcast == 2 else "positions of query, " if query is not None else "positions of row_logits, "
-            )
+    for name, (logits, shape, leading) in shapes.items():
+        if logits is not None and not broadcasts(logits, shape, leading):
+            queries = "" if leading == 2 else f"positions of {'row_logits' if query is None else 'query'}, "
             raise ValueError(
                 f"{name} must have shape {shape}, {queries}batch, heads and keys of value, or size 1 in any of the "
-                f"first {broadcast} axes, got {tuple(logits.shape)}"
+                f"first {leading} axes, got {tuple(logits.shape)}"
             )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,29 +38,13 @@ def global_attention_logits(
     return logits
 
 
-def global_attention_probabilities(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    row_logits: Tensor | None,
-    column_logits: Tensor | None,
-    key_logits: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """Return the attention weights, in the shape of :func:`global_attention_logits`; 0 for fully masked queries."""
-    logits = global_attention_logits(query, key, value, row_logits, column_logits, key_logits, scale)
-    return masked_softmax(logits.flatten(-2)).unflatten(-1, value.shape[2:4])
+def global_attention_probabilities(*operands: Any) -> Tensor:
+    """Return the softmax over the keys of :func:`global_attention_logits`, in its shape; 0 for fully masked queries."""
+    logits = global_attention_logits(*operands)
+    return masked_softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])
 
 
-def global_attention(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    row_logits: Tensor | None,
-    column_logits: Tensor | None,
-    key_logits: Tensor | None,
-    scale: float,
-) -> Tensor:
-    """See :func:`attn_plugins.ops.global_attention`."""
-    weights = global_attention_probabilities(query, key, value, row_logits, column_logits, key_logits, scale)
+def global_attention(query: Tensor | None, key: Tensor | None, value: Tensor, *others: Any) -> Tensor:
+    """See :func:`attn_plugins.ops.global_attention`; the operands are those of the logits."""
+    weights = global_attention_probabilities(query, key, value, *others)
     return torch.einsum("bmhwyx,bmyxd->bmhwd", weights, value.to(weights.dtype)).to(value.dtype)

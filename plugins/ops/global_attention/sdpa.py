@@ -133,8 +133,7 @@ def _scales(terms: Terms, scale: float) -> tuple[float, float]:
     Content alone is scaled by the kernel: in half precision, a scaled query would be rounded once more, and a logit of
     1000 with it by 0.5. Kernels expect a positive scale.
     """
-    alone = all(term is None for term in terms[3:])
-    return (math.copysign(1.0, scale), abs(scale)) if alone and scale else (scale, 1.0)
+    return (math.copysign(1.0, scale), abs(scale)) if _alone(terms) and scale else (scale, 1.0)
 
 
 def _alone(terms: Terms) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
 from ..common.backends import Backend, Gradients, never
-from ..common.chunks import WORKSPACE, chunks
+from ..common.chunks import WORKSPACE, add_chunk, chunks
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -109,9 +109,11 @@ def backward(
     """Fill or return the gradients that are not None."""
     problem = Problem(terms, options)
     grad_query = grads["query"]
-    B, M, Hq, Wq = problem.shape
-    row_sum = _BroadcastSum(grads["row_logits"], (*problem.shape, problem.Hk), problem.dtype)
-    column_sum = _BroadcastSum(grads["column_logits"], (*problem.shape, problem.Wk), problem.dtype)
+    B, M = problem.shape[:2]
+    row_sum, column_sum = (  # the gradients themselves if they have the dtype of the arithmetic
+        g if g is None else g.zero_() if g.dtype == problem.dtype else torch.zeros_like(g, dtype=problem.dtype)
+        for g in (grads["row_logits"], grads["column_logits"])
+    )
     value = problem.value
 
     def zeros(grad: Tensor | None, *shape: int) -> Tensor | None:
@@ -132,80 +134,24 @@ def backward(
             continue
         slopes = problem.matrices(second, chunk)
         torch.bmm(grad, value[b].flatten(0, 1).transpose(1, 2), out=slopes)
-        _logit_gradient_(
-            problem.grid(weights, chunk),
-            problem.grid(slopes, chunk),
-            row_sum.target(chunk),
-            column_sum.target(chunk),
-            None if key_sums is None else key_sums[b],
-            problem.Hk,
-        )
-        row_sum.add(chunk)
-        column_sum.add(chunk)
+        slopes.mul_(weights)
+        slopes.addcmul_(weights, slopes.sum(-1, keepdim=True), value=-1)
+        logits, index = problem.grid(slopes, chunk), (b, slice(None), h, w)
+        if row_sum is not None:
+            add_chunk(row_sum, index, logits.unflatten(-1, (problem.Hk, -1)).sum(-1))
+        if column_sum is not None:
+            add_chunk(column_sum, index, logits.unflatten(-1, (problem.Hk, -1)).sum(-2))
+        if key_sums is not None:
+            key_sums[b] += logits.sum((2, 3))
         if grad_query is not None and problem.key is not None:
             grad_query[b, :, h, w] = problem.grid(torch.bmm(slopes, problem.key[b].flatten(0, 1)), chunk)
         if sum_key is not None and problem.query is not None:
             sum_key[b].flatten(0, 1).baddbmm_(slopes.transpose(1, 2), rows_of(problem.query[b, :, h, w]))
-    row_sum.finish()
-    column_sum.finish()
     if sum_key is not None:
         sum_key *= options.scale
     sums = dict(key=sum_key, value=sum_value, key_logits=key_sums)
-    return {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in sums.items()}
-
-
-class _BroadcastSum:
-    """Gradient of row or column logits, summed chunk by chunk over broadcast axes."""
-
-    def __init__(self, grad: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.grad = grad
-        self.direct = grad is not None and tuple(grad.shape) == shape and grad.dtype == dtype
-        self.buffer: Tensor | None = None
-        if grad is not None and not self.direct:
-            self.sum = torch.zeros(grad.shape, dtype=dtype, device=grad.device)
-        self.shape, self.dtype = shape, dtype
-
-    def target(self, chunk: tuple[slice, slice, slice]) -> Tensor | None:
-        """Return the tensor to write the chunk's gradient (b, M, h, w, ·) into."""
-        if self.grad is None:
-            return None
-        b, h, w = chunk
-        if self.direct:
-            return self.grad[b, :, h, w]
-        sizes = (b.stop - b.start, self.shape[1], h.stop - h.start, w.stop - w.start, self.shape[4])
-        self.buffer = torch.empty(sizes, dtype=self.dtype, device=self.grad.device)
-        return self.buffer
-
-    def add(self, chunk: tuple[slice, slice, slice]) -> None:
-        if self.grad is None or self.direct or self.buffer is None:
-            return
-        everything = slice(None)
-        b, h, w = (s if self.sum.shape[i] > 1 else everything for s, i in zip(chunk, (0, 2, 3)))
-        target = self.sum[b, :, h, w]
-        target += self.buffer.sum_to_size(target.shape)
-
-    def finish(self) -> None:
-        if self.grad is not None and not self.direct:
-            self.grad.copy_(self.sum)
-
-
-def _logit_gradient_(
-    probabilities: Tensor,
-    gradient: Tensor,
-    row_gradient: Tensor | None,
-    column_gradient: Tensor | None,
-    key_gradient: Tensor | None,
-    key_rows: int,
-) -> None:
-    gradient.mul_(probabilities)
-    gradient.addcmul_(probabilities, gradient.sum(-1, keepdim=True), value=-1)
-    grid = gradient.unflatten(-1, (key_rows, -1))
-    if row_gradient is not None:
-        row_gradient.copy_(grid.sum(-1))
-    if column_gradient is not None:
-        column_gradient.copy_(grid.sum(-2))
-    if key_gradient is not None:
-        key_gradient += gradient.sum((2, 3))
+    of_keys = {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in sums.items()}
+    return dict(**of_keys, row_logits=row_sum, column_logits=column_sum)
 
 
 BACKEND = Backend("torch", never, forward, backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,42 +55,12 @@ def sequence_attention_logits(
     return logits
 
 
-def sequence_attention_probabilities(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    band_logits: Tensor | None,
-    outside_logits: Tensor | None,
-    position_logits: Tensor | None,
-    key_padding_mask: Tensor | None,
-    start: int,
-    causal: bool,
-    scale: float,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """Return the attention weights, (B, M, T, S); 0 for fully masked queries."""
-    options = key_padding_mask, start, causal, scale, segment_ids
-    return masked_softmax(
-        sequence_attention_logits(query, key, value, band_logits, outside_logits, position_logits, *options)
-    )
+def sequence_attention_probabilities(*operands: Any) -> Tensor:
+    """Return the softmax of :func:`sequence_attention_logits`, (B, M, T, S); 0 for fully masked queries."""
+    return masked_softmax(sequence_attention_logits(*operands))
 
 
-def sequence_attention(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor,
-    band_logits: Tensor | None,
-    outside_logits: Tensor | None,
-    position_logits: Tensor | None,
-    key_padding_mask: Tensor | None,
-    start: int,
-    causal: bool,
-    scale: float,
-    segment_ids: Tensor | None = None,
-) -> Tensor:
-    """See :func:`attn_plugins.ops.sequence_attention`."""
-    options = key_padding_mask, start, causal, scale, segment_ids
-    weights = sequence_attention_probabilities(
-        query, key, value, band_logits, outside_logits, position_logits, *options
-    )
+def sequence_attention(query: Tensor | None, key: Tensor | None, value: Tensor, *others: Any) -> Tensor:
+    """See :func:`attn_plugins.ops.sequence_attention`; the operands are those of the logits."""
+    weights = sequence_attention_probabilities(query, key, value, *others)
     return torch.matmul(weights, value.to(weights.dtype)).to(value.dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import backends, flash
+from ..common import backends, flash, library
 from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
@@ -133,11 +133,6 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
     return flash.refusal(terms.query, terms.value, options.scale)
 
 
-def refuses_cuda_backward(terms: Terms, options: Options) -> str | None:
-    """Refuse deterministic mode: the backward adds with atomics."""
-    return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
-
-
 def forward_cuda(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     """Return the output (B, M, T, d) and the log-sum-exp (B, M, T)."""
     output, lse = flash.forward(terms.query, terms.key, terms.value, options.scale)  # type: ignore[arg-type]
@@ -154,4 +149,4 @@ def backward_cuda(
 
 
 AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)
-CUDA = Backend("flash", refuses_cuda, forward_cuda, backward_cuda, refuses_cuda_backward, allocates=True)
+CUDA = Backend("flash", refuses_cuda, forward_cuda, backward_cuda, library.refuses_determinism, allocates=True)

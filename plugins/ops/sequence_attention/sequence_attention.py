@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common import triton_launch
-from ..common.arguments import LARGEST, arithmetic_dtype, check_dim, check_padding_mask, check_tensors, finite
+from ..common.arguments import (
+    LARGEST,
+    arithmetic_dtype,
+    broadcasts,
+    check_dim,
+    check_padding_mask,
+    check_tensors,
+    finite,
+)
 from ..common.backends import closed_form, forced
 from ..common.operator import Operator, counts_of_products
 from ..window_attention.window_attention import window_attention
@@ -192,8 +200,7 @@ def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, 
         if logits is None:
             continue
         shape = (B, M, T, S) if name == "position_logits" else (B, M, T, *logits.shape[3:])
-        fits = logits.shape[3:] == shape[3:]
-        if not fits or any(n != 1 and n != m for n, m in zip(logits.shape[:3], shape[:3])):
+        if not broadcasts(logits, shape, 3):
             keys = ", keys" if name == "position_logits" else ""
             raise ValueError(
                 f"{name} must have shape {shape}, batch{keys} and heads of value and queries of {_leader(terms)}, or "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
 from ..common.backends import Backend, Gradients, never
-from ..common.chunks import WORKSPACE, chunks
+from ..common.chunks import WORKSPACE, add_chunk, chunks
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -168,25 +168,18 @@ def backward(
         if sum_key is not None and problem.query is not None:
             query = problem.query[b, :, t].flatten(0, 1)
             sum_key[b, :, :keys] += torch.bmm(slopes.transpose(1, 2), query).unflatten(0, (-1, problem.M))
-        logits = slopes.unflatten(0, (-1, problem.M))
+        logits, index = slopes.unflatten(0, (-1, problem.M)), (b, slice(None), t)
         if sum_position is not None:
-            _add(sum_position[..., :keys], chunk, logits)
+            add_chunk(sum_position[..., :keys], index, logits)
         if sum_band is not None or sum_outside is not None:
             band = problem.band_of(logits, t)
             if sum_band is not None:
-                _add(sum_band, chunk, band)
+                add_chunk(sum_band, index, band)
             if sum_outside is not None:  # the gradients of a query's logits sum to 0
-                _add(sum_outside, chunk, band.sum(-1).neg_())
+                add_chunk(sum_outside, index, band.sum(-1).neg_())
     if sum_key is not None:
         sum_key *= options.scale
     return sums
-
-
-def _add(total: Tensor, chunk: tuple[slice, slice], addend: Tensor) -> None:
-    """Add a chunk (b, M, n, ...) to ``total`` (B, M, T, ...), summed over the axes where ``total`` has size 1."""
-    b, t = (s if total.shape[axis] > 1 else slice(None) for s, axis in zip(chunk, (0, 2)))
-    target = total[b, :, t]
-    target += addend.sum_to_size(target.shape)
 
 
 BACKEND = Backend("torch", never, forward, backward)

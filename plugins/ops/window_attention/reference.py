@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,16 +61,9 @@ def window_attention_logits(
     return logits
 
 
-def window_attention_probabilities(
-    query: Tensor | None,
-    key: Tensor | None,
-    position_logits: Tensor | None,
-    windows: Windows,
-    zero_border: bool,
-    scale: float,
-) -> Tensor:
-    """Return the attention weights, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
-    return masked_softmax(window_attention_logits(query, key, position_logits, windows, zero_border, scale))
+def window_attention_probabilities(*operands: Any) -> Tensor:
+    """Return the softmax of :func:`window_attention_logits`, in its shape; 0 for fully masked queries."""
+    return masked_softmax(window_attention_logits(*operands))
 
 
 def window_attention(

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, check_tensors, expand, finite
+from ..common.arguments import arithmetic_dtype, broadcasts, check_tensors, expand, finite
 from ..common.operator import Operator, counts_of_products
 from . import cpu, cuda, reference
 from . import torch as plain
@@ -132,8 +132,7 @@ def _check(terms: Terms, options: Options) -> None:
         grid = position_logits.shape[2:-1] if query is None else query.shape[2:-1]
         shape = (B, M, *grid, taps)
         of_query = "" if query is None else ", positions of query"
-        fits = position_logits.shape[2:] == shape[2:]
-        if not fits or any(n != 1 and n != m for n, m in zip(position_logits.shape[:2], shape[:2])):
+        if not broadcasts(position_logits, shape, 2):
             raise ValueError(
                 f"position_logits must have shape {shape}, batch and heads of value{of_query} and {taps} taps of "
                 f"kernel_size, or size 1 in either of the first two axes, got {tuple(position_logits.shape)}"

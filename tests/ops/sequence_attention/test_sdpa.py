@@ -192,7 +192,7 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
         assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "flash"
         assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "flash"
         terms, options = Terms(query, key, value, None, None, None), Options(None, 0, False, 0.3)
-        assert sdpa_sequence.refuses_cuda_backward(terms, options) is None
+        assert sdpa_sequence.CUDA.refuses_backward(terms, options) is None
         output, lse = sdpa_sequence.forward_cuda(terms, options)
         expected = ATTEND.fake(terms, options)
         for result, right in zip((output, lse), expected):
