@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..autoload import after_import
-from ..modules.tokens.windows import TableAttention, in_windows
+from ..modules.tokens.windows import TableAttention, in_windows, needs_weights
 from ..terms.position_table import table_logits
 
 MODULES = ("mmdet.models.backbones.swin", "mmseg.models.backbones.swin")
@@ -34,7 +34,7 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
     def forward(self: Any, query: Tensor, hw_shape: Sequence[int]) -> Tensor:
         """Attend within windows; tokens are (B, H * W, C) with ``hw_shape`` (H, W)."""
         attn: Any = self.w_msa
-        if type(attn) is not inner or _needs_weights(attn):
+        if type(attn) is not inner or needs_weights(attn):
             return stock(self, query, hw_shape)
         B, L, C = query.shape
         H, W = hw_shape
@@ -46,13 +46,6 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
         return self.drop(attn.proj_drop(attn.proj(x)).reshape(B, L, C))
 
     return forward
-
-
-def _needs_weights(attn: Any) -> bool:
-    """Return True if weights are dropped in training or a hook observes their computation."""
-    if attn.training and attn.attn_drop.p > 0:
-        return True
-    return any(m._forward_hooks or m._forward_pre_hooks for m in (attn, attn.softmax, attn.attn_drop))
 
 
 def check() -> None:

@@ -40,42 +40,46 @@ def augment(conv: nn.Module, input_size: Sequence[int], **options: Any) -> AACon
     )
 
 
-class AABasicBlock(BasicBlock):
-    """Basic block of timm with an augmented first 3×3 convolution.
+class _AugmentedBlock(nn.Module):
+    """Mixin of timm's residual blocks that augments the convolution called ``augmented``.
 
     Args:
         output_size: (H, W) of the block's output, the size of the relative position tables.
         augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        *args: Positional arguments of timm's ``BasicBlock``.
-        **kwargs: Keyword arguments of timm's ``BasicBlock``.
+        *args: Positional arguments of timm's block.
+        **kwargs: Keyword arguments of timm's block.
+    """
+
+    augmented: str
+    stride: int
+
+    def __init__(self, *args: Any, output_size: tuple[int, int], augmentation: dict[str, Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        size = [n * self.stride for n in output_size]
+        setattr(self, self.augmented, augment(getattr(self, self.augmented), size, **augmentation))
+
+
+class AABasicBlock(_AugmentedBlock, BasicBlock):
+    """Basic block of timm with an augmented first 3×3 convolution.
+
+    It also takes ``output_size``, the (H, W) of its output and of the relative position tables, and ``augmentation``,
+    the arguments of :meth:`AAConv2d.from_ratios`.
 
     Shapes:
         (B, inplanes, H, W) -> (B, planes, ⌈H / stride⌉, ⌈W / stride⌉)
     """
 
-    def __init__(self, *args: Any, output_size: tuple[int, int], augmentation: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        size = [n * self.stride for n in output_size]
-        self.conv1 = augment(self.conv1, size, **augmentation)  # type: ignore[assignment]
+    augmented = "conv1"
 
 
-class AABottleneck(Bottleneck):
-    """Bottleneck of timm with an augmented 3×3 convolution.
-
-    Args:
-        output_size: (H, W) of the block's output, the size of the relative position tables.
-        augmentation: Arguments of :meth:`AAConv2d.from_ratios`.
-        *args: Positional arguments of timm's ``Bottleneck``.
-        **kwargs: Keyword arguments of timm's ``Bottleneck``.
+class AABottleneck(_AugmentedBlock, Bottleneck):
+    """Bottleneck of timm with an augmented 3×3 convolution; it takes the arguments of :class:`AABasicBlock` as well.
 
     Shapes:
         (B, inplanes, H, W) -> (B, 4 * planes, ⌈H / stride⌉, ⌈W / stride⌉)
     """
 
-    def __init__(self, *args: Any, output_size: tuple[int, int], augmentation: dict[str, Any], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        size = [n * self.stride for n in output_size]
-        self.conv2 = augment(self.conv2, size, **augmentation)  # type: ignore[assignment]
+    augmented = "conv2"
 
 
 class AAResNet(Augmented, ResNet):

@@ -19,7 +19,7 @@ from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
-from ..modules.tokens.windows import Attend, TableAttention, in_windows, predicted_logits, project_v2
+from ..modules.tokens.windows import Attend, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention
 from ..terms.decomposed import decomposed_logits
 from ..terms.position_table import table_logits
@@ -68,7 +68,7 @@ class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
 
     def _attn(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if _needs_weights(attn):
+        if needs_weights(attn):
             return super()._attn(x)
         logits = table_logits(attn.relative_position_bias_table, attn.window_size)
         return _attend_windows(self, x, attn.qkv, TableAttention(logits, attn.scale))
@@ -79,7 +79,7 @@ class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
 
     def _attn(self, x: Tensor) -> Tensor:
         attn = self.attn
-        if _needs_weights(attn):
+        if needs_weights(attn):
             return super()._attn(x)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
         logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
@@ -95,7 +95,7 @@ class AcceleratedSAMAttention(vision_transformer_sam.Attention):
     """SAM attention of timm, with decomposed positions as logits of rows and of columns."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if _needs_weights(self):
+        if needs_weights(self):
             return super().forward(x)
         q, k, v = self.qkv(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
@@ -151,14 +151,6 @@ def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], 
     attn = block.attn
     output = in_windows(x, block.window_size, block.shift_size, attn.num_heads, project, attend)
     return attn.proj_drop(attn.proj(output))
-
-
-def _needs_weights(attn: Any) -> bool:
-    """Return True if weights are dropped or a hook observes their computation."""
-    if attn.training and attn.attn_drop.p > 0:
-        return True
-    observed = [attn.attn_drop, attn.softmax, attn] if hasattr(attn, "softmax") else [attn.attn_drop]
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in observed)
 
 
 class Kind(NamedTuple):

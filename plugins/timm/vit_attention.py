@@ -21,6 +21,7 @@ from ..modules.common.attention import checked_queries
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
 from ..modules.tokens.grid_attention import GridAttention, check_grid
+from ..modules.tokens.grid_terms import Grid
 from ..terms.nonlocal_position import Outside, Smoothing
 from .vit_places import Places
 
@@ -107,23 +108,25 @@ class ViTAttention(GridAttention):
             ValueError: A shape does not match, or the positions of the tokens are unknown.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
-        if is_causal:
-            raise ValueError("is_causal must be False: patches of an image have no order, got True")
-        check_sequence("x", x, self.embed_dim, self.qkv.weight)
-        B, T, C = x.shape
-        q, k, v = self._projected(x)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = ~attn_mask
-        grid, prefix = self._places(T)
+        q, k, v, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
         dropout = self.attn_drop.p if self.training else 0.0
-        output = self.attend(x, q, k, v, grid, prefix, mask=attn_mask, dropout=dropout)
+        output = self.attend(x, q, k, v, grid, prefix, mask=mask, dropout=dropout)
+        B, T, C = x.shape
         output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query if all are equal
         return self.proj_drop(self.proj(self.norm(output)))
 
-    def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the scaled query, the key and the value: (B, M, T, d)."""
+    def _prepared(
+        self, x: Tensor, attn_mask: Tensor | None, is_causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Grid, int, Tensor | None]:
+        """Check the arguments; return scaled query, key and value (B, M, T, d), grid, prefix, and the mask of keys."""
+        if is_causal:
+            raise ValueError("is_causal must be False: patches of an image have no order, got True")
+        check_sequence("x", x, self.embed_dim, self.qkv.weight)
         q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.q_norm(q) * self.scale, self.k_norm(k), v
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            attn_mask = ~attn_mask
+        grid, prefix = self._places(x.shape[1])
+        return self.q_norm(q) * self.scale, self.k_norm(k), v, grid, prefix, attn_mask
 
     def token_weights(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Return the attention weights of all tokens, without dropout.
@@ -139,12 +142,7 @@ class ViTAttention(GridAttention):
         Raises:
             ValueError: See :meth:`forward`.
         """
-        if is_causal:
-            raise ValueError("is_causal must be False: patches of an image have no order, got True")
-        check_sequence("x", x, self.embed_dim, self.qkv.weight)
-        q, k, v = self._projected(x)
-        grid, prefix = self._places(x.shape[1])
-        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        q, k, v, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
         return self.pairs(x, q, k, v, grid, prefix, mask=mask).weights()
 
     def token_logits(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> dict[str, Tensor]:
@@ -161,15 +159,10 @@ class ViTAttention(GridAttention):
         Raises:
             ValueError: See :meth:`forward`.
         """
-        if is_causal:
-            raise ValueError("is_causal must be False: patches of an image have no order, got True")
-        check_sequence("x", x, self.embed_dim, self.qkv.weight)
-        q, k, _ = self._projected(x)
-        grid, prefix = self._places(x.shape[1])
-        mask = ~attn_mask if attn_mask is not None and attn_mask.dtype == torch.bool else attn_mask
+        q, k, _, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
         return self.term_logits(x, q, k, grid, prefix, mask=mask)
 
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
+    def attention_size(self, size: Sequence[int]) -> Grid:
         """Return the grid (H, W) of the model's current input; ``size`` is ignored."""
         return self._model_places()[0]
 
@@ -209,7 +202,7 @@ class ViTAttention(GridAttention):
             return {}
         return {name: _of_patches(softmax_over_keys(part), grid, prefix, queries) for name, part in logits.items()}
 
-    def _places(self, T: int) -> tuple[tuple[int, int], int]:
+    def _places(self, T: int) -> tuple[Grid, int]:
         """Return the grid of T tokens and the number of tokens before it; a line if no term needs positions."""
         if not self.needs_grid:
             return (1, T), 0
@@ -217,7 +210,7 @@ class ViTAttention(GridAttention):
         check_grid(grid, prefix, T)
         return grid, prefix
 
-    def _model_places(self) -> tuple[tuple[int, int], int]:
+    def _model_places(self) -> tuple[Grid, int]:
         """Return the grid of the model's current input and the number of tokens before it."""
         if self.places is None:
             raise ValueError(
@@ -233,7 +226,7 @@ class ViTAttention(GridAttention):
         return grid, prefix
 
 
-def _of_patches(pairs: Tensor, grid: tuple[int, int], prefix: int, queries: Tensor | None) -> Tensor:
+def _of_patches(pairs: Tensor, grid: Grid, prefix: int, queries: Tensor | None) -> Tensor:
     """Select values from patches to patches of (B, M, T, T): (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``."""
     maps = pairs[:, :, prefix:, prefix:].unflatten(3, grid)
     if queries is None:

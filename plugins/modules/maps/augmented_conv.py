@@ -17,7 +17,7 @@ from ...terms.remembered import remembered
 from ...terms.sine_position import sine_encoding
 from ..common.attention import Attention
 from ..common.checks import check_map, one_of, pair, positive
-from .memory_format import in_format_of, to_channels_last
+from .memory_format import in_format_of, split_heads, to_channels_last
 from .relative_tables import RelativeTables
 
 Position = Literal["relative", "none", "sine", "coordconv"]
@@ -217,13 +217,9 @@ class AAConv2d(RelativeTables):
         elif self.position == "coordconv":
             places = _coordinates(x.shape[2], x.shape[3], x.device, x.dtype)
             x = torch.cat((x, places.expand(x.shape[0], -1, -1, -1)), 1)
-        # In channels-last memory the projection is a plain GEMM and the heads are views with a contiguous width.
         assert self.qkv is not None
-        qkv = self.qkv(to_channels_last(x)).permute(0, 2, 3, 1)
-        query, key, value = (
-            part.unflatten(-1, (self.num_heads, -1)).permute(0, 3, 1, 2, 4)
-            for part in qkv.split((self.dk, self.dk, self.dv), -1)
-        )
+        qkv = self.qkv(to_channels_last(x))
+        query, key, value = (split_heads(part, self.num_heads) for part in qkv.split((self.dk, self.dk, self.dv), 1))
         tables = self.table_logits(query, self.scale, query.shape[2:4])
         return Attention(query, key, value, *tables, scale=self.scale)
 

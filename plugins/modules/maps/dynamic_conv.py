@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ..common.attention import Attention, Geometry, MapAttention
 from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
-from .memory_format import in_format_of, to_channels_last
+from .memory_format import in_format_of, split_heads, to_channels_last
 from .normalised import normalise, projections
 
 
@@ -90,13 +90,9 @@ class DynamicConv2d(MapAttention):
     def _attention(self, x: Tensor) -> Attention:
         """Compute values (B, G, H, W, C / G) and the kernels' logits; taps outside the map take part as zeros."""
         check_map(x, self.in_channels, next(self.parameters()))
-        # In channels-last memory a projection is a plain GEMM and the groups are views with a contiguous width.
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
-        taps = self._grouped(self.kernel(value))
-        return Attention(None, None, self._grouped(value), taps=taps, window=self.geometry)
-
-    def _grouped(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(1, (self.num_groups, -1)).permute(0, 1, 3, 4, 2)
+        taps = split_heads(self.kernel(value), self.num_groups)
+        return Attention(None, None, split_heads(value, self.num_groups), taps=taps, window=self.geometry)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"

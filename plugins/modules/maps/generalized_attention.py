@@ -20,7 +20,7 @@ from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import Attention, Geometry
 from ..common.checks import check_map, check_range, positive
-from .memory_format import in_format_of, to_channels_last
+from .memory_format import in_format_of, split_heads, to_channels_last
 from .normalised import normalise, projections
 
 
@@ -276,21 +276,16 @@ class GeneralizedAttention2d(nn.Module):
             check_map(context, self.in_channels, self.gamma, "context")
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
-        # In channels-last memory a projection is a plain GEMM and its heads are views with a contiguous width.
         query: Tensor | None = None
         key: Tensor | None = None
         if self.query_conv is not None:
             x = to_channels_last(x)
-            query = self._scaled(self._heads(self.query_conv(_every(x, self.q_stride))))
+            query = self._scaled(split_heads(self.query_conv(_every(x, self.q_stride)), self.num_heads))
         keys = to_channels_last(_every(x if context is None else context, self.kv_stride))
-        value = self._heads(self.value_conv(keys))
+        value = split_heads(self.value_conv(keys), self.num_heads)
         if self.key_conv is not None:
-            key = self._heads(self.key_conv(keys))
+            key = split_heads(self.key_conv(keys), self.num_heads)
         return query, key, value
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """View (B, M * d, H, W) as (B, M, H, W, d)."""
-        return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
 
     def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
         """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..common.attention import Attention, Geometry, MapAttention
 from ..common.checks import check_map, check_window, odd_pair, one_of, pair, positive
-from .memory_format import in_format_of, to_channels_last
+from .memory_format import in_format_of, split_heads, to_channels_last
 
 Activation = Literal["none", "relu"]
 
@@ -149,18 +149,18 @@ class LocalBilateralConv2d(MapAttention):
         """Compute refined queries, keys, values, and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
         check_window("x", x, self.kernel_size, self.padding, self.dilation)
-        # In channels-last memory a projection is a plain GEMM and the heads are views with a contiguous width.
         x = to_channels_last(x)
         projected = self.query(x)
-        value = self._heads(projected if self.value is None else self.value(x))
-        key = self._heads(projected if self.key is None else self.key(x)) if self.content else None
+        M = self.num_heads
+        value = split_heads(projected if self.value is None else self.value(x), M)
+        key = split_heads(projected if self.key is None else self.key(x), M) if self.content else None
         centres = self._centres(projected)
         logits: Tensor | None = None
         if self.position is not None:
-            logits = self._heads(self.position(centres))
+            logits = split_heads(self.position(centres), M)
         if key is None:
             return Attention(None, None, value, taps=logits, window=self.geometry)
-        query = self._heads(centres)
+        query = split_heads(centres, M)
         for _ in range(self.iterations - 1):
             query = query + squash(Attention(query, key, key, window=self.geometry).attend())
         return Attention(query, key, value, taps=logits, window=self.geometry)
@@ -174,10 +174,6 @@ class LocalBilateralConv2d(MapAttention):
         down, right = self.stride
         x = x[:, :, top : top + (Hq - 1) * down + 1 : down, left : left + (Wq - 1) * right + 1 : right]
         return x.contiguous(memory_format=torch.channels_last)
-
-    def _heads(self, projected: Tensor) -> Tensor:
-        """View (B, M * d, H, W) as (B, M, H, W, d)."""
-        return projected.unflatten(1, (self.num_heads, -1)).permute(0, 1, 3, 4, 2)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"

@@ -31,6 +31,14 @@ def to_channels_last(x: Tensor) -> Tensor:
     return in_memory_format(x, True)
 
 
+def split_heads(projected: Tensor, num_heads: int) -> Tensor:
+    """View (B, M * d, H, W) as (B, M, H, W, d).
+
+    In channels-last memory a projection is a plain GEMM, and its heads are views with a contiguous width.
+    """
+    return projected.unflatten(1, (num_heads, -1)).permute(0, 1, 3, 4, 2)
+
+
 def in_format_of(x: Tensor, output: Tensor) -> Tensor:
     """Return ``output`` (B, C', H', W') in the memory format of ``x``, copied if needed."""
     return in_memory_format(output, is_channels_last(x))

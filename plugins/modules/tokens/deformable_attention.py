@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops import deformable_attention
 from ...ops.deformable_attention.deformable_attention import shapes_on_host
 from ...terms.saliency import sampled_saliency
-from ..common.checks import check_heads, check_tensor, positive
+from ..common.checks import check_fits, check_heads, check_padding_mask, check_tensor, positive
 
 
 class SampledSaliency(nn.Module):
@@ -159,8 +159,8 @@ class MultiScaleDeformableAttention(SampledSaliency):
             (Q, B, C), or (B, Q, C) with ``batch_first``.
 
         Raises:
-            ValueError: a shape does not match.
-            TypeError: a required argument is None.
+            ValueError: a shape or a device does not match.
+            TypeError: a required argument is None, or query or value does not have the module's dtype.
         """
         return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 
@@ -180,13 +180,19 @@ def attend(
     spatial_shapes: Tensor | Sequence[Sequence[int]] | None,
 ) -> Tensor:
     """Run :meth:`MultiScaleDeformableAttention.forward` for any module with its attributes, including mmcv's."""
-    check_tensor("query", query)
+    value = query if value is None else value
+    weight = getattr(module.value_proj, "weight", query)  # a toolkit's wrapper of the layer may have none
+    for name, tokens in (("query", query), ("value", value)):
+        check_tensor(name, tokens)
+        if tokens.dim() != 3 or tokens.shape[2] != module.embed_dims:
+            axes = "B, ·" if module.batch_first else "·, B"
+            raise ValueError(f"{name} must have shape ({axes}, {module.embed_dims}), got {tuple(tokens.shape)}")
+        if tokens.dtype != weight.dtype or tokens.device != weight.device:
+            check_fits(name, tokens, weight)
     check_tensor("reference_points", reference_points)
     assert reference_points is not None
     if spatial_shapes is None:
         raise TypeError("spatial_shapes must be a Tensor or a sequence of (H, W), got NoneType")
-    value = query if value is None else value
-    check_tensor("value", value)
     identity = query if identity is None else identity
     if query_pos is not None:
         query = query + query_pos
@@ -204,6 +210,7 @@ def attend(
         )
     values = module.value_proj(value)
     if key_padding_mask is not None:
+        check_padding_mask(key_padding_mask, B, values.shape[1], values.device)
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
     locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
     output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)

@@ -143,6 +143,14 @@ def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Te
     return F.linear(tokens, qkv.weight, torch.cat((q_bias, torch.zeros_like(q_bias), v_bias)))
 
 
+def needs_weights(stock: Any) -> bool:
+    """Return whether a toolkit's layer must compute its weights: they are dropped, or a hook observes them."""
+    if stock.training and stock.attn_drop.p > 0:
+        return True
+    observed = [stock.attn_drop, stock.softmax, stock] if hasattr(stock, "softmax") else [stock.attn_drop]
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in observed)
+
+
 def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
     """Compute Swin V2's position logits, (M, N, N), from its network ``cpb_mlp``.
 

@@ -160,6 +160,9 @@ def test_a_width_that_heads_do_not_divide():
 @pytest.mark.parametrize(
     "change, words",
     [
+        (dict(value=torch.rand(2, S, 10)), r"value must have shape \(B, ·, 12\), got \(2, 30, 10\)"),
+        (dict(value=torch.rand(2, S, 12)), "value must have the module's dtype torch.float64, got torch.float32"),
+        (dict(key_padding_mask=torch.ones(2, 7, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 30\)"),
         (dict(reference_points=None), "reference_points must be a Tensor, got NoneType"),
         (dict(spatial_shapes=None), r"spatial_shapes must be a Tensor or a sequence of \(H, W\), got NoneType"),
         (dict(spatial_shapes=((4, 6), (2,))), "each of spatial_shapes must be .* 2 ints"),
