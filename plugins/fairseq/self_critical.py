@@ -154,42 +154,33 @@ class SelfCriticalCriterion(FairseqCriterion):
         with nullcontext() if self.dropout_in_loss else _inference(model):
             log_p, entropy = self.log_probabilities(model, sample["net_input"], target)
         loss = -torch.from_numpy(advantage).flatten().to(log_p) * log_p
-        number, words = len(target), int(target.ne(self.padding_idx).sum())
-        return (
-            (loss.sum() if reduce else loss),
-            number,
-            {
-                "loss": loss.detach().sum(),
-                "reward": float(drawn.sum()),
-                "baseline": float(np.broadcast_to(baseline, drawn.shape).sum()),
-                "advantage": float(advantage.sum()),
-                "length": self._words(target),
-                "entropy": entropy,
-                "captions": number,
-                "sample_size": number,
-                "nsentences": len(rewards),
-                "ntokens": words,
-            },
-        )
+        log = {
+            "baseline": float(np.broadcast_to(baseline, drawn.shape).sum()),
+            "advantage": float(advantage.sum()),
+            "entropy": entropy,
+        }
+        return self._result(loss, reduce, target, drawn, log)
 
     def _validation(self, model: Any, sample: dict[str, Any], reduce: bool) -> tuple[Tensor, int, dict[str, Any]]:
         captions = self.captions(model, sample["net_input"], 1, 0)
         rewards = self.rewards(sample, captions)
         loss = -torch.from_numpy(rewards).flatten().to(captions.device, torch.float)
-        number = len(captions)
-        return (
-            (loss.sum() if reduce else loss),
-            number,
-            {
-                "loss": loss.sum(),
-                "reward": float(rewards.sum()),
-                "length": self._words(captions),
-                "captions": number,
-                "sample_size": number,
-                "nsentences": number,
-                "ntokens": int(captions.ne(self.padding_idx).sum()),
-            },
-        )
+        return self._result(loss, reduce, captions, rewards, {})
+
+    def _result(
+        self, loss: Tensor, reduce: bool, captions: Tensor, rewards: np.ndarray, log: dict[str, Any]
+    ) -> tuple[Tensor, int, dict[str, Any]]:
+        """Return what :meth:`forward` does: the loss of captions (N, ...) whose rewards are (B, N / B)."""
+        log |= {
+            "loss": loss.detach().sum(),
+            "reward": float(rewards.sum()),
+            "length": self._words(captions),
+            "captions": len(captions),
+            "sample_size": len(captions),
+            "nsentences": len(rewards),
+            "ntokens": int(captions.ne(self.padding_idx).sum()),
+        }
+        return (loss.sum() if reduce else loss), len(captions), log
 
     def _words(self, captions: Tensor) -> int:
         """Count the words of all captions, without their ends."""

@@ -150,6 +150,36 @@ def second_gradients(
     return [next(gradients) if want else None for want in wanted]
 
 
+def gradients_by_image(
+    reference: Callable[[Any], Tensor],
+    grad_output: Tensor,
+    terms: Any,
+    needs: dict[str, bool],
+    shared: Sequence[str] = (),
+) -> Gradients:
+    """Differentiate a definition one image at a time, since it stores all samples of its input.
+
+    Args:
+        reference: The definition, as a function of the terms alone.
+        grad_output: Gradient of the output, (B, ...).
+        terms: A ``NamedTuple`` of tensors (B, ...) or None.
+        needs: By name, whether a term's gradient is needed.
+        shared: Names of the terms that have no axis of images.
+    """
+    names = [name for name, term in zip(terms._fields, terms) if term is not None and needs[name]]
+    parts = []
+    for n in range(len(grad_output)):
+        one = terms._make(
+            term if term is None else (term if name in shared else term[n : n + 1]).detach().requires_grad_()
+            for name, term in zip(terms._fields, terms)
+        )
+        with autograd_within_operator():
+            wanted = [getattr(one, name) for name in names]
+            parts.append(torch.autograd.grad(reference(one), wanted, grad_output[n : n + 1]))
+    by_name = dict(zip(names, zip(*parts)))
+    return {n: torch.stack(grads).sum(0) if n in shared else torch.cat(grads) for n, grads in by_name.items()}
+
+
 @contextlib.contextmanager
 def autograd_within_operator() -> Iterator[None]:
     """Let autograd record inside an operator's kernel, where the dispatcher has switched it off."""

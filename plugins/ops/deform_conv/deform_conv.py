@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,28 +53,8 @@ def deform_conv2d(
     stride = expand("stride", stride, 2, 1)
     padding = expand("padding", padding, 2, 0)
     dilation = expand("dilation", dilation, 2, 1)
-    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
-    check_dim("input", input, "(B, C, H, W)")
-    check_dim("weight", weight, "(C_out, C / groups, Kh, Kw)")
-    check_dim("offset", offset, "(B, D * Kh * Kw * 2, Ho, Wo)")
-    groups = _check_weight(input, weight, bias)
-    B, C, *size = input.shape
-    Kh, Kw = weight.shape[2:]
-    Ho, Wo = (_output_size(*sizes) for sizes in zip(size, (Kh, Kw), stride, padding, dilation))
-    offset_groups = offset.shape[1] // (2 * Kh * Kw)
-    if offset_groups == 0 or C % offset_groups or offset.shape != (B, 2 * offset_groups * Kh * Kw, Ho, Wo):
-        raise ValueError(
-            f"offset must have shape (B, D * {2 * Kh * Kw}, Ho, Wo) = ({B}, D * {2 * Kh * Kw}, {Ho}, {Wo}), with D "
-            f"dividing the {C} channels of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, "
-            f"padding {padding} and dilation {dilation}, got {tuple(offset.shape)}"
-        )
-    if mask is not None and mask.shape != (B, offset_groups * Kh * Kw, Ho, Wo):
-        raise ValueError(
-            f"mask must have shape {(B, offset_groups * Kh * Kw, Ho, Wo)}, one value a sample of offset, "
-            f"got {tuple(mask.shape)}"
-        )
     terms = Terms(input, offset, weight, bias, mask)
-    return CONVOLVE(terms, Options(stride, padding, dilation, groups, offset_groups))
+    return CONVOLVE(terms, _checked(terms, stride, padding, dilation))
 
 
 def deform_conv1d(
@@ -105,39 +86,43 @@ def deform_conv1d(
         ValueError: a shape, a device or a convolution parameter does not match.
         TypeError: the tensors are not floating-point or do not share one dtype.
     """
-    (stride,) = expand("stride", stride, 1, 1)
-    (padding,) = expand("padding", padding, 1, 0)
-    (dilation,) = expand("dilation", dilation, 1, 1)
-    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
-    check_dim("input", input, "(B, C, L)")
-    check_dim("weight", weight, "(C_out, C / groups, K)")
-    check_dim("offset", offset, "(B, D * K, L_out)")
-    _check_weight(input, weight, bias)
-    B, C, length = input.shape
-    K = weight.shape[2]
-    L_out = _output_size(length, K, stride, padding, dilation)
-    offset_groups = offset.shape[1] // K
-    if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * K, L_out):
-        raise ValueError(
-            f"offset must have shape (B, D * {K}, L_out) = ({B}, D * {K}, {L_out}), with D dividing the {C} channels "
-            f"of input, for a weight of shape {tuple(weight.shape)}, stride {stride}, padding {padding} and dilation "
-            f"{dilation}, got {tuple(offset.shape)}"
-        )
-    if mask is not None and mask.shape != offset.shape:
-        raise ValueError(f"mask must have offset's shape {tuple(offset.shape)}, got {tuple(mask.shape)}")
+    geometry = expand("stride", stride, 1, 1), expand("padding", padding, 1, 0), expand("dilation", dilation, 1, 1)
+    options = _checked(Terms(input, offset, weight, bias, mask), *geometry)
     # A sequence is a map with one row and row offsets of 0.
-    offset = torch.stack((torch.zeros_like(offset), offset), 2).flatten(1, 2)
-    output = deform_conv2d(
-        input.unsqueeze(2),
-        offset.unsqueeze(2),
-        weight.unsqueeze(2),
-        bias,
-        (1, stride),
-        (0, padding),
-        (1, dilation),
-        None if mask is None else mask.unsqueeze(2),
+    offset = torch.stack((torch.zeros_like(offset), offset), 2).flatten(1, 2).unsqueeze(2)
+    mask = None if mask is None else mask.unsqueeze(2)
+    options = options._replace(
+        stride=(1, *options.stride), padding=(0, *options.padding), dilation=(1, *options.dilation)
     )
-    return output.squeeze(2)
+    return CONVOLVE(Terms(input.unsqueeze(2), offset, weight.unsqueeze(2), bias, mask), options).squeeze(2)
+
+
+def _checked(terms: Terms, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Options:
+    """Check the terms of maps or of sequences, and return the geometry with the numbers of groups."""
+    input, offset, weight, bias, mask = terms
+    check_tensors("input", ("offset", "weight"), **terms._asdict())
+    axes = len(stride)
+    check_dim("input", input, "(B, C, L)" if axes == 1 else "(B, C, H, W)")
+    check_dim("weight", weight, "(C_out, C / groups, K)" if axes == 1 else "(C_out, C / groups, Kh, Kw)")
+    check_dim("offset", offset, "(B, D * K, L_out)" if axes == 1 else "(B, D * Kh * Kw * 2, Ho, Wo)")
+    groups = _check_weight(input, weight, bias)
+    B, C, *size = input.shape
+    taps = math.prod(weight.shape[2:])
+    output = [_output_size(*sizes) for sizes in zip(size, weight.shape[2:], stride, padding, dilation)]
+    offset_groups = offset.shape[1] // (axes * taps)
+    if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * axes * taps, *output):
+        wanted = f"({B}, D * {axes * taps}, {', '.join(map(str, output))})"
+        s, p, d = (option[0] if axes == 1 else option for option in (stride, padding, dilation))
+        raise ValueError(
+            f"offset must have shape (B, D * {axes * taps}, {'L_out' if axes == 1 else 'Ho, Wo'}) = {wanted}, with D "
+            f"dividing the {C} channels of input, for a weight of shape {tuple(weight.shape)}, "
+            f"stride {s}, padding {p} and dilation {d}, got {tuple(offset.shape)}"
+        )
+    shape = (B, offset_groups * taps, *output)
+    if mask is not None and mask.shape != shape:
+        text = f"offset's shape {shape}" if axes == 1 else f"shape {shape}, one value a sample of offset"
+        raise ValueError(f"mask must have {text}, got {tuple(mask.shape)}")
+    return Options(stride, padding, dilation, groups, offset_groups)
 
 
 def _output_size(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:

@@ -1,7 +1,4 @@
-"""Deformable convolution by its definition in plain PyTorch, for devices without a kernel.
-
-The backward differentiates the definition one image at a time, since it stores all samples of its input.
-"""
+"""Deformable convolution by its definition in plain PyTorch, for devices without a kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..common.backends import Backend, Gradients, never
-from ..common.gradients import autograd_within_operator
+from ..common.gradients import gradients_by_image
 from . import reference
 from .operands import Options, Terms
 
@@ -27,25 +24,10 @@ def forward(terms: Terms, options: Options) -> Tensor:
 
 
 def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
-    images = len(terms.input)
-    if images < 2:
-        return {**_backward(grad_output, terms, options, needs)}
-    parts = []
-    for n in range(images):
-        one = slice(n, n + 1)
-        mask = None if terms.mask is None else terms.mask[one]
-        image = terms._replace(input=terms.input[one], offset=terms.offset[one], mask=mask)
-        parts.append(_backward(grad_output[one], image, options, needs))
-    grads = {name: [part[name] for part in parts] for name in parts[0]}
-    return {n: torch.stack(g).sum(0) if n in ("weight", "bias") else torch.cat(g) for n, g in grads.items()}
+    def definition(one: Terms) -> Tensor:
+        return reference.deform_conv2d(*one, *options[:3])
 
-
-def _backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> dict[str, Tensor]:
-    with autograd_within_operator():
-        leaves = Terms(*(None if t is None else t.detach().requires_grad_() for t in terms))  # type: ignore[arg-type]
-        output = reference.deform_conv2d(*leaves, *options[:3])
-        wanted = {name: t for name, t in zip(terms._fields, leaves) if t is not None and needs[name]}
-        return dict(zip(wanted, torch.autograd.grad(output, [*wanted.values()], grad_output)))
+    return gradients_by_image(definition, grad_output, terms, needs, shared=("weight", "bias"))
 
 
 BACKEND = Backend("torch", never, forward, backward, allocates=True)
