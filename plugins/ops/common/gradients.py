@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -167,24 +166,18 @@ def gradients_by_image(
         shared: Names of the terms that have no axis of images.
     """
     names = [name for name, term in zip(terms._fields, terms) if term is not None and needs[name]]
+    # Inside an operator's kernel, the dispatcher has switched autograd off.
+    below = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        below = below - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     parts = []
     for n in range(len(grad_output)):
         one = terms._make(
             term if term is None else (term if name in shared else term[n : n + 1]).detach().requires_grad_()
             for name, term in zip(terms._fields, terms)
         )
-        with autograd_within_operator():
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
             wanted = [getattr(one, name) for name in names]
             parts.append(torch.autograd.grad(reference(one), wanted, grad_output[n : n + 1]))
     by_name = dict(zip(names, zip(*parts)))
     return {n: torch.stack(grads).sum(0) if n in shared else torch.cat(grads) for n, grads in by_name.items()}
-
-
-@contextlib.contextmanager
-def autograd_within_operator() -> Iterator[None]:
-    """Let autograd record inside an operator's kernel, where the dispatcher has switched it off."""
-    below = torch._C._dispatch_tls_local_exclude_set()
-    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
-        below = below - torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), below), torch.enable_grad():
-        yield

@@ -113,6 +113,11 @@ def refusal(device: torch.device | str, kind: str) -> str | None:
     return None if reason is None else Failure(reason)
 
 
+def refuses_other_devices(terms: Any, options: Any) -> str | None:
+    """Refuse values that are not on the CPU, and those that are where the kernels cannot run."""
+    return refusal(terms.value.device, "cpu")
+
+
 def refuses_determinism(terms: Any, options: Any) -> str | None:
     """Refuse the backward in deterministic mode: kernels add with atomics, those of plain PyTorch need not."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None

@@ -15,10 +15,6 @@ from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.value.device, "cpu")
-
-
 def beside(terms: Terms, dtype: torch.dtype) -> list[Tensor]:
     """Return locations and weights in the dtype of the arithmetic."""
     return [terms.locations.to(dtype).contiguous(), terms.weights.to(dtype).contiguous()]
@@ -53,4 +49,4 @@ def in_dtype(grads: Gradients, dtype: torch.dtype) -> Gradients:
     return {n: g if g is None or g.dtype == dtype else torch.empty_like(g, dtype=dtype) for n, g in grads.items()}
 
 
-BACKEND = Backend("cpu", refuses, forward, backward)
+BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

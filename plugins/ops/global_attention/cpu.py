@@ -55,10 +55,6 @@ def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor 
     ]
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.value.device, "cpu")
-
-
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
@@ -127,4 +123,4 @@ def backward(
     return written
 
 
-BACKEND = Backend("cpu", refuses, forward, backward)
+BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

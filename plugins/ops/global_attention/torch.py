@@ -28,8 +28,8 @@ class Problem:
         self.shape = (B, M, *terms.grid())
         self.keys = self.Hk * self.Wk
         self.query = None if query is None else query.to(dtype)
-        self.key = None if key is None else _batch_of_keys(key).to(dtype) * options.scale
-        self.value = _batch_of_keys(value).to(dtype)
+        self.key = None if key is None else key.flatten(2, 3).to(dtype) * options.scale
+        self.value = value.flatten(2, 3).to(dtype)
         self.row = _expand(row_logits, (*self.shape, self.Hk), dtype)
         self.column = _expand(column_logits, (*self.shape, self.Wk), dtype)
         self.key_logits = None
@@ -82,10 +82,6 @@ class Problem:
 def rows_of(block: Tensor) -> Tensor:
     """Reshape (b, M, h, w, ·) to (b * M, h * w, ·): a view if strides allow, else a copy of one chunk."""
     return block.flatten(2, 3).flatten(0, 1)
-
-
-def _batch_of_keys(tensor: Tensor) -> Tensor:
-    return tensor.flatten(2, 3)
 
 
 def _expand(logits: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:

@@ -50,10 +50,6 @@ def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
     return [*slotted, *[None if t is None else t.contiguous() for t in masks]]
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    return library.refusal(terms.value.device, "cpu")
-
-
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     stored = _stored(terms.value, lse)
@@ -123,4 +119,4 @@ def backward(
     return summed
 
 
-BACKEND = Backend("cpu", refuses, forward, backward)
+BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)
