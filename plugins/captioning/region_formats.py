@@ -21,7 +21,7 @@ from numpy.lib import format as npy
 ARRAYS = ("image_ids", "offsets", "features", "boxes", "scores")
 PACKAGES = {".npz": None, ".h5": "h5py", ".hdf5": "h5py", ".lmdb": "lmdb"}
 RECIPE = "recipe"
-BLOCK = 1 << 24  # bytes copied at a time
+BLOCK = 1 << 24  # bytes of an LMDB transaction
 
 
 def open_arrays(path: Path) -> dict[str, Any]:
@@ -32,12 +32,15 @@ def open_arrays(path: Path) -> dict[str, Any]:
     return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
 
 
-def save_arrays(path: Path, arrays: dict[str, Any], recipe: str | None = None) -> None:
-    """Write all five arrays and the recipe; large arrays are written in blocks, and the output is deterministic.
+def save_arrays(
+    path: Path, ids: np.ndarray, offsets: np.ndarray, regions: dict[str, list[np.ndarray]], recipe: str | None = None
+) -> None:
+    """Write all five arrays and the recipe; the output is deterministic.
 
-    An array is any object with ``shape``, ``dtype``, ``nbytes`` and slicing of rows.
+    ``regions`` are features, boxes and scores by image, such as views of mapped files, which are written one by one.
     """
-    {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)(path, arrays, recipe)
+    save = {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)
+    save(path, {"image_ids": [ids], "offsets": [offsets], **regions}, recipe)
 
 
 def package_of(path: Path) -> Any:
@@ -86,14 +89,14 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
     return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
-def _save_npz(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
+def _save_npz(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, array in arrays.items():
+        for name, pieces in arrays.items():
             with archive.open(_member(name), "w", force_zip64=True) as member:
-                header = dict(descr=npy.dtype_to_descr(array.dtype), fortran_order=False, shape=array.shape)
-                npy.write_array_header_1_0(member, header)
-                for start, stop in _blocks(array):
-                    member.write(array[start:stop].tobytes())
+                descr = npy.dtype_to_descr(pieces[0].dtype)
+                npy.write_array_header_1_0(member, dict(descr=descr, fortran_order=False, shape=_shape(pieces)))
+                for piece in pieces:
+                    member.write(piece.tobytes())
         if recipe is not None:
             with archive.open(_member(RECIPE), "w") as member:
                 npy.write_array(member, np.array(recipe), allow_pickle=False)
@@ -104,10 +107,8 @@ def _member(name: str) -> zipfile.ZipInfo:
     return zipfile.ZipInfo(f"{name}.npy")
 
 
-def _blocks(array: Any) -> Iterable[tuple[int, int]]:
-    """Yield the first and last rows of successive blocks of ``BLOCK`` bytes."""
-    step = max(1, BLOCK // max(1, array[:1].nbytes))
-    return ((start, min(start + step, len(array))) for start in range(0, len(array), step))
+def _shape(pieces: list[np.ndarray]) -> tuple[int, ...]:
+    return sum(map(len, pieces)), *pieces[0].shape[1:]
 
 
 def _open_hdf5(path: Path) -> dict[str, Any]:
@@ -122,12 +123,13 @@ def _open_hdf5(path: Path) -> dict[str, Any]:
     return {**arrays, "image_ids": ids, "offsets": offsets, "recipe": recipe}
 
 
-def _save_hdf5(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
+def _save_hdf5(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
     with package_of(path).File(path, "w") as file:
-        for name, array in arrays.items():
-            dataset = file.create_dataset(name, array.shape, array.dtype)
-            for start, stop in _blocks(array):
-                dataset[start:stop] = array[start:stop]
+        for name, pieces in arrays.items():
+            dataset, start = file.create_dataset(name, _shape(pieces), pieces[0].dtype), 0
+            for piece in pieces:
+                dataset[start : start + len(piece)] = piece
+                start += len(piece)
         if recipe is not None:
             file.create_dataset(RECIPE, data=recipe)
 
@@ -159,16 +161,15 @@ def _environment(path: Path, *_: int) -> Any:
     return environment
 
 
-def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
+def _save_lmdb(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
+    [ids] = arrays["image_ids"]
     # An upper bound for the map: the data, one page per record, and the pages of the tree.
-    size = 2 * sum(array.nbytes for array in arrays.values()) + 16384 * (len(arrays["image_ids"]) + 64)
+    size = 2 * sum(piece.nbytes for pieces in arrays.values() for piece in pieces) + 16384 * (len(ids) + 64)
     size += 4 * len(recipe or "")
     environment = package_of(path).open(str(path), subdir=False, map_size=size, lock=False, sync=False)
-    offsets = arrays["offsets"].tolist()
     transaction, kept = environment.begin(write=True), 0
-    for i, image_id in enumerate(arrays["image_ids"].tolist()):
-        rows = slice(offsets[i], offsets[i + 1])
-        value = b"".join(arrays[name][rows].tobytes() for name in ("boxes", "scores", "features"))
+    for image_id, *record in zip(ids.tolist(), arrays["boxes"], arrays["scores"], arrays["features"]):
+        value = b"".join(piece.tobytes() for piece in record)
         if value:
             transaction.put(image_id if isinstance(image_id, bytes) else str(image_id).encode(), value)
         kept += len(value)
@@ -177,7 +178,7 @@ def _save_lmdb(path: Path, arrays: dict[str, Any], recipe: str | None) -> None:
             transaction, kept = environment.begin(write=True), 0
     for name in ARRAYS[:3]:
         buffer = io.BytesIO()
-        np.save(buffer, arrays[name][:0] if name == "features" else arrays[name])
+        np.save(buffer, arrays[name][0][:0] if name == "features" else arrays[name][0])
         transaction.put(f"__{name}__".encode(), buffer.getvalue())
     if recipe is not None:
         transaction.put(f"__{RECIPE}__".encode(), recipe.encode())

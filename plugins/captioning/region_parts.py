@@ -104,7 +104,7 @@ class RegionParts:
         return self._parts[0][1].feature_dim if self._parts else None
 
     def save(self, path: Path, recipe: Mapping[str, Any] | None = None) -> None:
-        """Write the file to ``path`` in blocks; the output is deterministic.
+        """Write the file to ``path``, image by image; the output is deterministic.
 
         Raises:
             ValueError: There is no image.
@@ -112,55 +112,20 @@ class RegionParts:
         D = self.feature_dim
         if not D:
             raise ValueError(f"{path}: there is no image to write")
-        offsets, ids = [0], self.image_ids
-        pieces: list[tuple[int, int, int]] = []  # folder, first and last row
-        for p, i in self._places:
-            start, stop = self._parts[p][1].offsets[i : i + 2]
-            offsets.append(offsets[-1] + stop - start)
-            if pieces and pieces[-1][0] == p and pieces[-1][2] == start:
-                start = pieces.pop()[1]
-            pieces.append((p, start, stop))
+        ids, rows = self.image_ids, [slice(*self._parts[p][1].offsets[i : i + 2]) for p, i in self._places]
         text = any(isinstance(x, str) for x in ids)
-        arrays: dict[str, Any] = {
-            "image_ids": np.array([str(x).encode() for x in ids]) if text else np.array(ids, np.int64),
-            "offsets": np.array(offsets, np.int64),
-        }
+        regions = {}
         own = np.dtype(self._parts[0][1].dtype)
         for name, dtype, shape in (("features", own, (D,)), ("boxes", np.float32, (4,)), ("scores", np.float32, ())):
             mapped = [_mapped(folder / name, np.dtype(dtype), (x.offsets[-1], *shape)) for folder, x in self._parts]
-            arrays[name] = GatheredRows([(mapped[p], start, stop) for p, start, stop in pieces])
-        save_arrays(path, arrays, None if recipe is None else json.dumps(recipe))
-
-
-class GatheredRows:
-    """Concatenation of row ranges of several arrays, read slice by slice.
-
-    Args:
-        pieces: Non-empty list of (array, first row, last row); the arrays have the same type and width.
-    """
-
-    def __init__(self, pieces: Sequence[tuple[np.ndarray, int, int]]) -> None:
-        self.pieces, first = list(pieces), pieces[0][0]
-        self.ends = np.cumsum([stop - start for _, start, stop in pieces])
-        self.dtype, self.shape = first.dtype, (int(self.ends[-1]), *first.shape[1:])
-        self.nbytes = int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        start, stop, step = rows.indices(len(self))
-        if step != 1:
-            raise ValueError(f"rows must be consecutive, got the step {step}")
-        parts = []
-        piece = int(np.searchsorted(self.ends, start, "right"))
-        while start < stop:
-            array, first, last = self.pieces[piece]
-            skipped = start - (int(self.ends[piece]) - (last - first))
-            number = min(stop - start, last - first - skipped)
-            parts.append(array[first + skipped : first + skipped + number])
-            start, piece = start + number, piece + 1
-        return np.concatenate(parts) if parts else np.empty((0, *self.shape[1:]), self.dtype)
+            regions[name] = [mapped[p][own_rows] for (p, _), own_rows in zip(self._places, rows)]
+        save_arrays(
+            path,
+            np.array([str(x).encode() for x in ids]) if text else np.array(ids, np.int64),
+            np.cumsum([0, *map(len, regions["scores"])], dtype=np.int64),
+            regions,
+            None if recipe is None else json.dumps(recipe),
+        )
 
 
 def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -169,4 +134,4 @@ def _mapped(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if path.stat().st_size < size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: delete {path.parent} and start again")
-    return np.memmap(path, dtype, "r", shape=shape)
+    return np.asarray(np.memmap(path, dtype, "r", shape=shape))

@@ -9,7 +9,7 @@ import pytest
 
 from attn_plugins.captioning import region_formats
 from attn_plugins.captioning.region_features import RegionFeatures, RegionFeaturesWriter
-from attn_plugins.captioning.region_parts import GatheredRows, RegionParts
+from attn_plugins.captioning.region_parts import RegionParts
 from tests.captioning.test_region_features import SUFFIXES, made_up, needs
 
 
@@ -24,7 +24,7 @@ def part(folder: Path, images: list[tuple], dtype: str = "float16") -> Path:
 @pytest.mark.parametrize("ids", [int, str])
 def test_parts_give_the_bytes_of_one_folder(suffix, ids, tmp_path, monkeypatch):
     needs(suffix)
-    monkeypatch.setattr(region_formats, "BLOCK", 48)  # blocks that start and end within parts
+    monkeypatch.setattr(region_formats, "BLOCK", 48)  # several transactions
     images = made_up(17, ids=ids)
     whole = tmp_path / f"whole{suffix}"
     RegionParts([part(tmp_path / "whole", images)]).save(whole, dict(seed=1))
@@ -40,28 +40,6 @@ def test_parts_give_the_bytes_of_one_folder(suffix, ids, tmp_path, monkeypatch):
         if read.count(image_id):
             expected = regions["features"].astype(np.float16)
             np.testing.assert_array_equal(read.regions(image_id)["features"], expected)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gathered_rows_are_those_of_the_pieces(seed):
-    draw = np.random.default_rng(seed)
-    arrays = [draw.normal(size=(n, 3)).astype(np.float32) for n in (7, 4, 9)]
-    pieces = []
-    for a in draw.integers(0, 3, 12):
-        start, stop = np.sort(draw.integers(0, len(arrays[a]) + 1, 2)).tolist()
-        pieces.append((arrays[a], start, stop))
-    rows, expected = GatheredRows(pieces), np.concatenate([a[start:stop] for a, start, stop in pieces])
-    assert (rows.shape, rows.dtype, rows.nbytes, len(rows)) == (
-        expected.shape,
-        "float32",
-        expected.nbytes,
-        len(expected),
-    )
-    for start in range(len(rows) + 1):
-        for stop in range(len(rows) + 2):
-            np.testing.assert_array_equal(rows[start:stop], expected[start:stop])
-    with pytest.raises(ValueError, match="got the step 2"):
-        rows[::2]
 
 
 def test_parts_that_do_not_fit(tmp_path):
