@@ -77,8 +77,8 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
     where = ", ".join(map(str, captions)) or str(splits)
     by_split: dict[str, Captions] = {}
     seen: dict[str, Any] = {}
-    for entry in _entries(splits, "images"):
-        image_id = _image_id(splits, entry, "cocoid", "imgid")
+    for entry in read_items(splits, "images"):
+        image_id = image_id_of(splits, entry, "cocoid", "imgid")
         if "split" not in entry:
             raise ValueError(f"{splits}: image {image_id} has no split")
         if str(image_id) in seen:
@@ -123,15 +123,15 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
     """Return each image's id and the names and texts of its captions, keyed by the id as a string."""
     images: dict[str, tuple[ImageId, list[tuple[str, Any]]]] = {}
     for path in paths:
-        for image in _entries(path, "images"):
-            image_id = _image_id(path, image, "id")
+        for image in read_items(path, "images"):
+            image_id = image_id_of(path, image, "id")
             images.setdefault(str(image_id), (image_id, []))
     for path in paths:
-        for annotation in _entries(path, "annotations"):
+        for annotation in read_items(path, "annotations"):
             name = f"caption {annotation.get('id')}"
             if "image_id" not in annotation or "caption" not in annotation:
                 raise ValueError(f"{path}: {name} must have image_id and caption, got {', '.join(annotation)}")
-            image_id = _image_id(path, annotation, "image_id")
+            image_id = image_id_of(path, annotation, "image_id")
             if str(image_id) not in images:
                 problems(f"{path}: {name} belongs to image {image_id}, which is not in its list of images")
             else:
@@ -139,7 +139,7 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
     return images
 
 
-def _image_id(path: Path, entry: Mapping[str, Any], *names: str) -> ImageId:
+def image_id_of(path: Path, entry: Mapping[str, Any], *names: str) -> ImageId:
     """Return the value of the first of ``names`` that ``entry`` contains."""
     image_id = next((entry[name] for name in names if name in entry), None)
     if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
@@ -177,19 +177,32 @@ def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], numbe
     return sorted(counts, key=lambda word: (-counts[word], vocabulary[word], word))[:number]
 
 
-def _entries(path: Path, name: str) -> list[dict[str, Any]]:
-    content = _read_json(path, dict)
-    entries = content.get(name)
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ValueError(f"{path} must have a list of {name}; it has {', '.join(content) or 'nothing'}")
-    return entries
+def read_items(path: Path, where: str | None, **keys: type | tuple[type, ...]) -> list[dict[str, Any]]:
+    """Return the list ``where`` of a JSON object, or for None the list in the file; its items have these ``keys``.
+
+    Raises:
+        ValueError: The file cannot be read or has another format.
+    """
+    content = _read_json(path, list if where is None else dict)
+    rows, name = content if where is None else content.get(where), where or "results"
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        there = f"; it has {', '.join(content) or 'nothing'}" if where else ""
+        raise ValueError(f"{path} must have a list of {name}{there}")
+    for number, row in enumerate(rows):
+        for key, kind in keys.items():
+            if not isinstance(row.get(key), kind) or isinstance(row[key], bool):
+                kinds = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
+                raise ValueError(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
+    return rows
 
 
 def _read_json(path: Path, kind: type, once: bool = False) -> Any:
-    """Read a JSON object; with ``once``, reject duplicate keys, of which JSON would keep the last."""
+    """Read a JSON object or list; with ``once``, reject duplicate keys, of which JSON would keep the last."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # accepts a byte order mark
             content = json.load(file, object_pairs_hook=_object if once else None)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except json.JSONDecodeError as error:
@@ -197,7 +210,9 @@ def _read_json(path: Path, kind: type, once: bool = False) -> Any:
     except ValueError as error:  # raised by _object
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(content, kind):
-        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
+        raise ValueError(
+            f"{path} must hold a JSON {'list' if kind is list else 'object'}, got a {type(content).__name__}"
+        )
     return content
 
 

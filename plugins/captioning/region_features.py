@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from . import files
+from .caption_files import ImageId
 from .region_formats import ARRAYS, open_arrays, package_of
-from .region_parts import INDEX, ImageId, RegionParts, read_index
+from .region_parts import INDEX, RegionParts, read_index
 
 
 class RegionFeatures:

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from .caption_files import ImageId
 from .files import complete_lines
 from .region_formats import save_arrays
 
 INDEX = "images.jsonl"
-
-ImageId = int | str
 
 
 @dataclass

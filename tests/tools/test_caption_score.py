@@ -141,22 +141,19 @@ WRONG = [
         r"results.json: no result for 2 images \(13, 14\) \(--skip-invalid-samples skips them, --splits scores a part",
     ),
     (dict(results={**RESULTS, 13: "  "}), "results.json: image 13: an empty caption"),
-    (
-        dict(results={None: "a cat"}),
-        "item 0 of the results must have 'image_id' of type int/str, got {'image_id': None",
-    ),
+    (dict(results={None: "a cat"}), "item 0 of results must have 'image_id' of type int/str, got {'image_id': None"),
     (
         dict(results='[{"image_id": 11, "caption": "a cat"}, {"image_id": 11, "caption": "a dog"}]'),
         "image 11 has two results, 'a cat' and 'a dog'",
     ),
-    (dict(results="[{]"), "results.json is not JSON"),
-    (dict(results="{}"), "the results must be a list, got dict"),
+    (dict(results="[{]"), "results.json is not a JSON file"),
+    (dict(results="{}"), "results.json must hold a JSON list, got a dict"),
     (dict(captions={**CAPTIONS, 12: ["two dogs", ""]}), "captions.json: image 12: an empty caption"),
     (dict(captions={**CAPTIONS, 12: []}), "captions.json: no caption for image 12"),
     (dict(images=[11, 12, 13]), "captions.json: caption 0 is of image 14, which 'images' lacks"),
     (dict(splits={11: "test", 77: "test", 78: "test"}), r"splits.json: 2 images \(77, 78\) that .* does not know"),
     (dict(splits={11: "train", 12: "train", 13: "val"}), r"no images in 'test'; its parts: train \(2\), val \(1\)"),
-    (dict(splits={None: "test"}), "splits.json: item 0 of 'images' has neither cocoid nor imgid"),
+    (dict(splits={None: "test"}), "splits.json: cocoid or imgid of an image must be a number or a string, got"),
 ]
 
 

@@ -52,7 +52,7 @@ def test_images_without_captions_are_left_out(tmp_path, capsys):
 
 BAD = {
     None: "captions.json cannot be read",
-    '{"images": [': "captions.json is not JSON",
+    '{"images": [': "captions.json is not a JSON file or is truncated",
     '{"images": [{"id": 3}], "annotations": []}': "must have 'file_name' of type str",
     '{"images": [{"id": 7, "file_name": "x"}, {"id": "7", "file_name": "y"}]}': "image 7 is repeated",
     '{"images": [], "annotations": []}': "0 images are too few for the parts train val test",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,33 +9,7 @@ from typing import Any
 
 from PIL import Image
 
-ImageId = int | str
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; raise a ValueError if it cannot be read."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-
-
-def read_items(path: Path, where: str | None, **keys: type | tuple[type, ...]) -> list[dict[str, Any]]:
-    """Return the list ``where`` of a JSON object, or for None the list in the file; its items have these ``keys``."""
-    rows, name = read_json(path), f"'{where}'" if where else "the results"
-    if where:
-        rows = rows.get(where) if isinstance(rows, dict) else None
-    if not isinstance(rows, list):
-        raise ValueError(f"{path}: {name} must be a list, got {type(rows).__name__}")
-    for number, row in enumerate(rows):
-        for key, kind in keys.items():
-            value = row.get(key) if isinstance(row, dict) else None
-            if not isinstance(value, kind) or isinstance(value, bool):
-                kinds = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
-                raise ValueError(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
-    return rows
+from attn_plugins.captioning.caption_files import ImageId, image_id_of, read_items
 
 
 def some(images: list[ImageId]) -> str:
@@ -73,10 +46,8 @@ def read_captions(path: Path) -> dict[ImageId, list[str]]:
 def read_splits(path: Path) -> list[dict[str, Any]]:
     """Return the images of Karpathy's file; ``cocoid`` is set to ``imgid`` where it is missing."""
     rows = read_items(path, "images", split=str)
-    for number, row in enumerate(rows):
-        image_id = row.setdefault("cocoid", row.get("imgid"))
-        if isinstance(image_id, bool) or not isinstance(image_id, (int, str)):
-            raise ValueError(f"{path}: item {number} of 'images' has neither cocoid nor imgid, got {row!r:.120}")
+    for row in rows:
+        row["cocoid"] = image_id_of(path, row, "cocoid", "imgid")
     return rows
 
 

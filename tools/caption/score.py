@@ -25,8 +25,9 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
+from attn_plugins.captioning.caption_files import ImageId, read_items
 from tools import files
-from tools.caption.lists import ImageId, read_captions, read_items, read_splits, some
+from tools.caption.lists import read_captions, read_splits, some
 from tools.caption.metrics import PTB, evaluate
 
 

@@ -22,9 +22,10 @@ from typing import IO, Any
 
 import torch
 
+from attn_plugins.captioning.caption_files import ImageId
 from attn_plugins.captioning.files import complete_lines
 from tools import files
-from tools.caption.lists import ImageId, some
+from tools.caption.lists import some
 
 PLAN, RECORDS, SKIPPED = "plan.json", "images.jsonl", "skipped.jsonl"
 
