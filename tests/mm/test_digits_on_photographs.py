@@ -5,23 +5,10 @@ from __future__ import annotations
 import json
 
 import numpy as np
-import pytest
 from mmdet.datasets import CocoDataset
 from PIL import Image
 
 from tools.datasets import digits_on_photographs as tool
-
-
-def files(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_the_same_recipe_gives_the_same_bytes_and_another_seed_others(digits, tmp_path):
-    assert tool.build(tmp_path / "again", tool.Recipe(train=16, val=4, seed=3))
-    assert files(tmp_path / "again") == files(digits)
-    assert tool.build(tmp_path / "other", tool.Recipe(train=16, val=4, seed=4))
-    assert files(tmp_path / "other") != files(digits)
-    assert not (tmp_path / ".again.partial").exists()
 
 
 def test_mmdet_reads_it_and_boxes_masks_and_semantics_agree(digits):
@@ -73,31 +60,6 @@ def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
     assert train_regions[0].shape[1] + val_regions[0].shape[1] < 400
 
 
-def test_it_spares_what_it_did_not_make(digits, tmp_path):
-    before = files(digits)
-    recipe = tool.Recipe(train=16, val=4, seed=3)
-    assert not tool.build(digits, recipe)
-    with pytest.raises(ValueError, match="another recipe"):
-        tool.build(digits, tool.Recipe(train=17, val=4, seed=3))
-    assert files(digits) == before
-    (tmp_path / "mine").write_text("keep")
-    with pytest.raises(ValueError, match="exists already; remove it"):
-        tool.build(tmp_path, recipe)
-    assert (tmp_path / "mine").read_text() == "keep"
-
-
-def test_command_line(tmp_path, capsys):
-    assert tool.main([str(tmp_path / "set"), "--train", "2", "--val", "1"]) == 0
-    assert "2 training and 1 validation images written to" in capsys.readouterr().out
-    assert json.loads((tmp_path / "set/recipe.json").read_text())["train"] == 2
-    with pytest.raises(SystemExit) as stop:
-        tool.main([str(tmp_path / "set"), "--train", "3", "--val", "1"])
-    assert stop.value.code == 2
-    assert "another recipe" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="train must be at least 1, got 0"):
-        tool.Recipe(train=0)
-
-
 def test_sides_and_turns(monkeypatch, tmp_path):
     drawn = []
     real = tool.draw_digit
@@ -129,17 +91,3 @@ def test_the_largest_turned_digit_fits_every_image():
     for _ in range(20):
         opacity = tool.draw_digit(rng, full, tool.LARGEST, 180.0)
         assert max(opacity.shape) <= min(min(size) for size in tool.SIZES)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(sides=(9, 40)), "sides must be two rising numbers from 10 to 100 pixels, got"),
-        (dict(sides=(40, 20)), "sides must be two rising numbers"),
-        (dict(sides=(20, 101)), "sides must be two rising numbers"),
-        (dict(turn=181.0), "turn must be between 0 and 180 degrees, got 181"),
-    ],
-)
-def test_bad_sides_and_turns(options, message):
-    with pytest.raises(ValueError, match=message):
-        tool.Recipe(**options)

@@ -221,18 +221,6 @@ def test_the_files_agree_and_coco_s_own_reader_takes_them(scenes, capsys):
         assert {a["image_id"] for a in content["annotations"]} == chosen
 
 
-def test_the_same_recipe_gives_the_same_annotations(tmp_path):
-    small = tool.Recipe(train=4, val=1, test=1, size=64, seed=5)
-    for name in ("one", "two"):
-        assert tool.build(tmp_path / name, small)
-    files = sorted(p.relative_to(tmp_path / "one") for p in (tmp_path / "one").rglob("*.json"))
-    assert len(files) == 7
-    for file in files:
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-    assert tool.build(tmp_path / "other", tool.Recipe(train=4, val=1, test=1, size=64, seed=6))
-    assert load(tmp_path / "other", "captions") != load(tmp_path / "one", "captions")
-
-
 def test_no_handwritten_digit_is_in_two_parts(monkeypatch, tmp_path):
     given = []
 
@@ -246,24 +234,3 @@ def test_no_handwritten_digit_is_in_two_parts(monkeypatch, tmp_path):
     whole = tool.digit_samples()[0].reshape(1797, -1)
     assert [round(len(samples) / 1797, 1) for samples in given] == [0.6, 0.2, 0.2]
     assert np.array_equal(np.sort(np.concatenate(given), 0), np.sort(whole, 0))
-
-
-def test_command_line(tmp_path, capsys):
-    counts = ["--train", "2", "--val", "1", "--test", "1", "--size", "64"]
-    assert tool.main([str(tmp_path / "set"), *counts]) == 0
-    assert "2 train, 1 val, 1 test images written to" in capsys.readouterr().out
-    assert tool.main([str(tmp_path / "set"), *counts]) == 0
-    assert "images already in" in capsys.readouterr().out
-    (tmp_path / "mine").write_text("keep")
-    for arguments, message in (
-        ([str(tmp_path), *counts], "exists already; remove it"),
-        ([str(tmp_path / "set"), *counts, "--seed", "1"], "holds a set of another recipe"),
-        ([str(tmp_path / "new"), "--val", "0"], "val must be at least 1, got 0"),
-        ([str(tmp_path / "new"), "--size", "32"], "size must be at least 64, got 32"),
-        ([str(tmp_path / "new"), "--captions", "1"], "captions must be 2 to 10 a picture, got 1"),
-    ):
-        with pytest.raises(SystemExit) as stop:
-            tool.main(arguments)
-        assert stop.value.code == 2
-        assert message in capsys.readouterr().err
-    assert (tmp_path / "mine").read_text() == "keep"
