@@ -45,10 +45,15 @@ def applied(matrix, points):
     return points @ matrix[:, :2].T + matrix[:, 2]
 
 
+def sources(matrix, H, W):
+    """Return the points (2, H * W), x and y, that a similarity maps to the pixels of a picture."""
+    y, x = np.mgrid[:H, :W]
+    return np.linalg.inv(matrix[:, :2]) @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
+
+
 def drawn(matrix, H, W):
     """Draw (H, W) labels of the face under a similarity."""
-    y, x = np.mgrid[:H, :W]
-    own = np.linalg.inv(matrix[:, :2]) @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
+    own = sources(matrix, H, W)
     labels = np.zeros(H * W, np.uint8)
     for label, cx, cy, a, b in PARTS:
         labels[((own[0] - cx) / a) ** 2 + ((own[1] - cy) / b) ** 2 < 1] = label
@@ -120,16 +125,14 @@ def test_labels_are_those_of_the_nearest_pixel():
     matrix = turned(33, 0.8, 14, -3)
     warped = np.asarray(warp(Image.fromarray(labels), matrix, 48, nearest=True, fill=255))
     assert warped.shape == (48, 48)
-    back, outside = np.linalg.inv(matrix[:, :2]), 0
-    for row in range(48):
-        for column in range(48):
-            x, y = back @ (np.array([column, row]) - matrix[:, 2])
-            if min(abs(x % 1 - 0.5), abs(y % 1 - 0.5)) < 1e-3:
-                continue  # between two pixels
-            near, far = round(y), round(x)
-            inside = 0 <= near < 40 and 0 <= far < 60
-            outside += not inside
-            assert warped[row, column] == (labels[near, far] if inside else 255)
+    outside = 0
+    for value, (x, y) in zip(warped.ravel(), sources(matrix, 48, 48).T):
+        if min(abs(x % 1 - 0.5), abs(y % 1 - 0.5)) < 1e-3:
+            continue  # between two pixels
+        row, column = round(y), round(x)
+        inside = 0 <= row < 40 and 0 <= column < 60
+        outside += not inside
+        assert value == (labels[row, column] if inside else 255)
     assert 0 < outside < 48 * 48
 
 
@@ -138,9 +141,7 @@ def test_images_are_interpolated():
     ramp = Image.fromarray(np.stack((2 * x, 3 * y, x + y), 2).astype(np.uint8))
     matrix = turned(-20, 1.4, 3, 8)
     warped = np.asarray(warp(ramp, matrix, 64), float)
-    back = np.linalg.inv(matrix[:, :2])
-    rows, columns = np.mgrid[:64, :64]
-    px, py = back @ (np.stack((columns.ravel(), rows.ravel())) - matrix[:, 2:])
+    px, py = sources(matrix, 64, 64)
     inside = ((px > 0) & (px < 69) & (py > 0) & (py < 49)).reshape(64, 64)
     assert inside.sum() > 1500
     expected = np.stack((2 * px, 3 * py, px + py), 1).reshape(64, 64, 3)
@@ -188,9 +189,7 @@ def test_turned_faces_become_one(faces, tmp_path):
             photograph = np.asarray(Image.open(out / f"images/{split}/{name}.jpg"), float)
             assert photograph.shape == (SIZE, SIZE, 3)
             assert np.median(abs(photograph - palette[np.where(seen, labels, 0)])[seen]) < 12
-            back = np.linalg.inv(matrix[:, :2])
-            y, x = np.mgrid[:SIZE, :SIZE]
-            columns, rows = back @ (np.stack((x.ravel(), y.ravel())) - matrix[:, 2:])
+            columns, rows = sources(matrix, SIZE, SIZE)
             H, W = SHAPES.get(name, (150, 170))
             shown = (columns > -0.5) & (columns < W - 0.5) & (rows > -0.5) & (rows < H - 0.5)
             assert np.array_equal(seen, shown.reshape(SIZE, SIZE))
