@@ -94,8 +94,8 @@ wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA
 	$(PY) -m twine check --strict dist/attn_plugins-*
 	ls -sh dist/attn_plugins-*$(if $(LINUX),manylinux*).whl
 
-test-wheel: env  ## dist's wheel in empty environments without a compiler (WHEEL_ENVIRONMENTS; downloads torch for each)
-	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_wheel_environments.py
+test-wheel: env  ## dist's wheel in empty environments without a compiler (INSTALL_ENVIRONMENTS; downloads torch for each)
+	INSTALL_FIRST=1 $(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_installation.py -k test_package
 
 docs: env  ## build the site in build/site, strictly, and look at it in a browser
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q

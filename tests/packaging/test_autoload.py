@@ -24,7 +24,6 @@ WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.
 
 @pytest.mark.sampled(1, every_value=False)
 @needs_timm
-@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("imports", ["import torch, timm", "import timm.layers"])
 def test_timm_knows_our_models(python, imports):
     """Importing any part of timm imports timm first."""
@@ -35,7 +34,6 @@ def test_timm_knows_our_models(python, imports):
 
 @pytest.mark.sampled(1, every_value=False)
 @needs_timm
-@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("switch", ["ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
 def test_switched_off(python, switch):
     code = f"import sys, timm\n{LOADED}\n{WAITING}\nimport attn_plugins.timm\n{KNOWN}"
@@ -174,7 +172,6 @@ class TestMmengine:
     distribution = {"mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"}
     show = "from mmengine.config.utils import MODULE2PACKAGE as m\nprint(m['mmseg'], m['mmdet'])"
 
-    @pytest.mark.sampled(1, every_value=False)
     @pytest.mark.sampled(1, every_value=False)
     @pytest.mark.parametrize("order", ["import torch, mmengine.config.utils", "import mmengine.config.utils, torch"])
     def test_repaired_where_the_distribution_is_missing(self, python, order):

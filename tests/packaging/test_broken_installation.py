@@ -83,42 +83,22 @@ def run(python: Path, code: str, **variables: str) -> subprocess.CompletedProces
     )
 
 
-def remove(package: Path) -> None:
-    shutil.rmtree(package)
-
-
-def remove_checkout(package: Path) -> None:
-    shutil.rmtree(package.parent)
-
-
-def move(package: Path) -> None:
-    package.rename(package.with_name("elsewhere"))
-
-
-def half_delete(package: Path) -> None:
-    (package / "autoload.py").unlink()
-
-
-def misspell(package: Path) -> None:
-    (package / "autoload.py").write_text("def activate(:\n")
-
-
-def raise_at_import(package: Path) -> None:
-    (package / "__init__.py").write_text("raise RuntimeError('ours')")
-
-
-BREAKS = [remove, move, half_delete, misspell, raise_at_import]
+BREAKS = {
+    "removed": lambda package: shutil.rmtree(package),
+    "moved": lambda package: package.rename(package.with_name("elsewhere")),
+    "half deleted": lambda package: (package / "autoload.py").unlink(),
+    "misspelt": lambda package: (package / "autoload.py").write_text("def activate(:\n"),
+    "raises at import": lambda package: (package / "__init__.py").write_text("raise RuntimeError('ours')"),
+}
+CHECKOUT_REMOVED = {"checkout removed": lambda package: shutil.rmtree(package.parent)}
+DAMAGES = {"editable": {**CHECKOUT_REMOVED, **BREAKS}, "wheel": BREAKS}
 
 
 @pytest.mark.sampled(2, every_value=False)
-@pytest.mark.parametrize(
-    "kind, damage",
-    [*(("editable", damage) for damage in (remove_checkout, *BREAKS)), *(("wheel", damage) for damage in BREAKS)],
-    ids=lambda value: value if isinstance(value, str) else value.__name__,
-)
+@pytest.mark.parametrize("kind, damage", [(kind, damage) for kind in DAMAGES for damage in DAMAGES[kind]])
 def test_torch_imports(environment, kind, damage):
     python, package = environment(kind)
-    damage(package)
+    DAMAGES[kind][damage](package)
     done = run(python, "import torch; print(torch.ones(3).sum().item())")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3.0"
@@ -139,7 +119,7 @@ def test_what_still_works(environment, kind):
         done = run(python, "import timm; print(timm.is_model('resnet50'))")
         assert done.stdout.strip() == "True", done.stderr
         assert done.stderr.count("attn_plugins is not available in timm") == 1
-    remove(package)
+    shutil.rmtree(package)
     done = run(python, "import torch; print('imported')", ATTN_PLUGINS_AUTOLOAD="0")
     assert (done.returncode, done.stdout.strip()) == (0, "imported")
     assert WARNING not in done.stderr
