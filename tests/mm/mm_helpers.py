@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,20 @@ def mmseg_tool(name: str) -> Path:
     return Path(importlib.util.find_spec("mmseg").origin).parent / f".mim/tools/{name}.py"
 
 
+def dictionaries(node: Any) -> Iterator[dict]:
+    """Yield every dictionary of a config, outer ones first, so that a caller may change what is inside."""
+    if isinstance(node, dict):
+        yield node
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
+        yield from dictionaries(value)
+
+
 def without_downloads(config: Any) -> Any:
     """Remove every request for pretrained weights from ``config.model`` and return ``config``."""
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            init = node.get("init_cfg")
-            if isinstance(init, dict) and init.get("type") == "Pretrained":
-                node["init_cfg"] = None
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, (list, tuple)):
-            for value in node:
-                visit(value)
-
-    visit(config.model)
+    for node in dictionaries(config.model):
+        init = node.get("init_cfg")
+        if isinstance(init, dict) and init.get("type") == "Pretrained":
+            node["init_cfg"] = None
     return config
 
 

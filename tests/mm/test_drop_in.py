@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import sys
 
+import mmcv.ops
+import mmseg.models.backbones.swin as mmseg_swin
 import pytest
 import torch
-from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
-from mmcv.ops import CrissCrossAttention, DeformConv2dPack
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.ops import CrissCrossAttention
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
 from tests.helpers.memory_format_checks import check_memory_format, has_format
-from tests.mm.drop_in_helpers import STOCK, drop_in, stock_layers  # noqa: F401 - a fixture
+from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import without_downloads
 from tests.mm.mmcv_deform_conv import peer
 
@@ -101,36 +103,39 @@ def test_old_checkpoints_load(name):
     assert not missing
 
 
+def state() -> tuple[dict, dict, type]:
+    """Return what the drop-in replaces: registered layers, forward methods, and layers under their names."""
+    forwards = {layer: layer.forward for layer in STOCK_FORWARDS}
+    return dict(MODELS.module_dict), forwards, sys.modules["mmcv.ops.cc_attention"].CrissCrossAttention
+
+
 def test_replacing_twice_changes_nothing():
     drop_in.replace()
-    once = dict(MODELS.module_dict)
+    once = state()
     drop_in.replace()
-    assert MODELS.module_dict == once
+    assert state() == once
 
 
-def test_a_foreign_layer_is_an_error_and_nothing_is_replaced(monkeypatch):
+@pytest.mark.parametrize(
+    "holder, name, message",
+    [
+        (MODELS.module_dict, "DCNv2", r"DCNv2.*Theirs.*"),
+        (mmcv.ops, "CrissCrossAttention", r"CrissCrossAttention, but mmcv\.ops holds .*Theirs.*"),
+        (MultiheadAttention, "forward", r"replaces mmcv's MultiheadAttention\.forward, but .* "),
+        (mmseg_swin.ShiftWindowMSA, "forward", r"forward of ShiftWindowMSA, but mmseg.*\.swin holds .*"),
+    ],
+    ids=["registered layer", "layer under a name", "forward of mmcv", "forward of a toolkit"],
+)
+def test_a_foreign_layer_is_an_error_and_nothing_is_replaced(monkeypatch, holder, name, message):
     class Theirs(torch.nn.Module):
         pass
 
-    monkeypatch.setitem(MODELS.module_dict, "DCNv2", Theirs)
-    with pytest.raises(RuntimeError, match=r"DCNv2.*Theirs.*nothing was replaced"):
+    replace = monkeypatch.setitem if isinstance(holder, dict) else monkeypatch.setattr
+    replace(holder, name, Theirs)
+    before = state()
+    with pytest.raises(RuntimeError, match=message + "nothing was replaced"):
         drop_in.replace()
-    assert MODELS.get("DCN") is DeformConv2dPack
-    assert MODELS.get("GeneralizedAttention") is GeneralizedAttention
-
-
-def test_a_foreign_layer_under_a_name_is_an_error_and_nothing_is_replaced(monkeypatch):
-    class Theirs(torch.nn.Module):
-        pass
-
-    import mmcv.ops
-
-    monkeypatch.setattr(mmcv.ops, "CrissCrossAttention", Theirs)
-    with pytest.raises(RuntimeError, match=r"CrissCrossAttention, but mmcv\.ops holds .*Theirs.*nothing was replaced"):
-        drop_in.replace()
-    assert MODELS.get("DCN") is DeformConv2dPack
-    assert MODELS.get("CrissCrossAttention") is CrissCrossAttention
-    assert sys.modules["mmcv.ops.cc_attention"].CrissCrossAttention is CrissCrossAttention
+    assert state() == before
 
 
 # --- memory formats --------------------------------------------------------------------------------------------------

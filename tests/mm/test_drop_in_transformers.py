@@ -15,18 +15,18 @@ from mmdet.registry import MODELS as MMDET_MODELS
 from mmdet.structures import DetDataSample
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmengine.utils import get_installed_path
 from mmseg.registry import MODELS as MMSEG_MODELS
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
-from attn_plugins.mmcv import transformer, window_attention
+from attn_plugins.mmcv import window_attention
 from attn_plugins.modules import MultiScaleDeformableAttention as Ours
 from tests.helpers.operator_checks import relative_error
 from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, restore, stock_layers  # noqa: F401 - a fixture
-from tests.mm.mm_helpers import without_downloads
+from tests.mm.mm_helpers import dictionaries, without_downloads
 
 H, W = 96, 128
 MMDET = [
@@ -63,17 +63,10 @@ def build(package: str, name: str) -> nn.Module:
     config = without_downloads(Config.fromfile(f"{get_installed_path(package)}/.mim/configs/{name}.py"))
     init_default_scope(package)
 
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
+    for part in ("encoder", "panoptic_head", "decode_head"):
+        for node in dictionaries(config.model.get(part)):
             if "layer_cfg" in node and "num_layers" in node:
                 node["num_layers"] = 2 if "return_intermediate" in node else 1
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, (list, tuple)):
-            for value in node:
-                visit(value)
-
-    visit({part: node for part, node in config.model.items() if part in ("encoder", "panoptic_head", "decode_head")})
     if "decoder" in config.model:
         config.model.encoder.num_layers = 1
         config.model.num_queries = 40  # two-stage models choose them among the cells of all levels
@@ -275,14 +268,6 @@ def test_weights_are_there_for_who_hooks_the_inner_layer():
     assert asked == [False]
 
 
-def test_all_or_none(monkeypatch):
-    monkeypatch.setattr(MultiheadAttention, "forward", lambda self, query: query)
-    with pytest.raises(RuntimeError, match=r"replaces mmcv's MultiheadAttention\.forward, but .* nothing was replaced"):
-        drop_in.replace()
-    assert MultiScaleDeformableAttention.forward is not transformer.deformable_forward
-    assert all(MODELS.module_dict[name] is layer for name, layer in STOCK.items())
-
-
 # --- Swin ------------------------------------------------------------------------------------------------------------
 
 
@@ -324,23 +309,6 @@ def test_who_drops_or_looks_at_weights_gets_upstreams():
     layer.w_msa.softmax.register_forward_hook(lambda *call: seen.append(call[2].shape))
     torch.testing.assert_close(layer(x, (5, 7)), expected)
     assert seen == [(4, 3, 25, 25)]
-
-
-def test_all_or_none_with_swin(monkeypatch):
-    monkeypatch.setattr(SWIN["mmseg"].ShiftWindowMSA, "forward", lambda self, query, hw_shape: query)
-    with pytest.raises(
-        RuntimeError, match=r"forward of ShiftWindowMSA, but mmseg\.models\.backbones\.swin holds .*nothing"
-    ):
-        drop_in.replace()
-    assert SWIN["mmdet"].ShiftWindowMSA.forward is STOCK_FORWARDS[SWIN["mmdet"].ShiftWindowMSA]
-    assert all(MODELS.module_dict[name] is layer for name, layer in STOCK.items())
-
-
-def test_replacing_twice_keeps_upstreams_within_reach():
-    drop_in.replace()
-    once = {name: module.ShiftWindowMSA.forward for name, module in SWIN.items()}
-    drop_in.replace()
-    assert {name: module.ShiftWindowMSA.forward for name, module in SWIN.items()} == once
 
 
 def test_a_toolkit_that_is_imported_later(python):

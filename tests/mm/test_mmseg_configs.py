@@ -16,7 +16,7 @@ from mmseg.structures import SegDataSample
 
 from attn_plugins import modules
 from attn_plugins.modules.tokens.deformable_attention import SampledSaliency
-from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
+from tests.mm.mm_helpers import ROOT, dictionaries, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))
 SIZE = (48, 64)
@@ -31,23 +31,12 @@ LAYER_OF = {
 PLAIN = ("nl_r", "cc_r", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
 
 
-def for_one_cpu(node: Any) -> Any:
-    """Replace SyncBN, which needs several processes with GPUs, by BatchNorm."""
-    if isinstance(node, dict):
-        if node.get("type") == "SyncBN":
-            node["type"] = "BN"
-        for value in node.values():
-            for_one_cpu(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            for_one_cpu(value)
-    return node
-
-
 def load(path: Path) -> Config:
     config = Config.fromfile(path)
     init_default_scope("mmseg")
-    for_one_cpu(config.model)
+    for node in dictionaries(config.model):
+        if node.get("type") == "SyncBN":  # needs several processes with GPUs
+            node["type"] = "BN"
     config.model.pretrained = None
     return without_downloads(config)
 
@@ -68,15 +57,10 @@ def small(model: Config) -> Config:
 
 def quarter(node: Any) -> None:
     """Reduce every width in a head's config to a quarter."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            if key in ("in_channels", "channels", "c1_in_channels", "c1_channels"):
-                node[key] = [n // 4 for n in value] if isinstance(value, (list, tuple)) else value // 4
-            else:
-                quarter(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            quarter(value)
+    for part in dictionaries(node):
+        for key in part.keys() & {"in_channels", "channels", "c1_in_channels", "c1_channels"}:
+            value = part[key]
+            part[key] = [n // 4 for n in value] if isinstance(value, (list, tuple)) else value // 4
 
 
 def pictures(classes: int) -> dict:
