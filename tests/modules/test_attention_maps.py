@@ -21,7 +21,6 @@ from attn_plugins.modules import (
     LocalBilateralConv2d,
     MultiheadSpatialAttention,
     NonLocal2d,
-    SequenceCache,
     SpatialSelfAttention,
     capture_attention,
 )
@@ -247,24 +246,13 @@ def test_sequences(attention_type, options):
     torch.testing.assert_close(some[name], logits[name][:, :, [4, 0]])
 
 
-def test_the_source_of_cross_attention_padded_on_the_left_and_a_step_of_decoding():
+def test_the_source_of_cross_attention_padded_on_the_left():
     layer = drawn(MultiheadSpatialAttention(8, 2))
     x, source = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
     padding = torch.tensor([[False] * 5, [True, True, False, False, False]])
     logits = layer.attention_logits(x, source, key_padding_mask=padding)
     maps = layer.attention_maps(x, source, key_padding_mask=padding)
     torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
-    for causal in (
-        drawn(MultiheadSpatialAttention(8, 2, causal=True)),
-        drawn(BilateralSelfAttention(8, 2, causal=True)),
-    ):
-        cache = SequenceCache()
-        causal(x[:, :2], cache=cache)
-        logits = causal.attention_logits(x[:, 2:], cache=cache)
-        assert cache.steps == 2
-        torch.testing.assert_close(
-            softmax_over_keys(sum(logits.values())), causal.attention_maps(x[:, 2:], cache=cache)
-        )
 
 
 @pytest.mark.parametrize("causal", [False, True])

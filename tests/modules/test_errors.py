@@ -43,6 +43,102 @@ def test_a_wrong_argument_is_named(name):
                 kind(**{**OPTIONS[name], argument: value})
 
 
+# Arguments that do not go together, or that are of no use to this module, by variant.
+CENTRE = "kernel_size must be odd, got 4"
+EQUAL = "query_channels and source_channels must be equal .* got 8 and 6"
+INFINITE = "smoothing 'zscore' needs another outside than '-inf'"
+ODD = "kernel_size must be a positive odd int, or any with causal, got 4"
+SIZE = r"'relative' needs input_size=\(H, W\)"
+SOURCES = "sources must be one name or more, each once"
+SIDES = r"input_size must be an int or two ints, each at least 1, got"
+UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    ("AAConv2d", dict(dk=5), "dk must be a positive multiple of num_heads = 2, got 5"),
+    ("AAConv2d", dict(dk=0), "dk must be a positive multiple of num_heads = 2, got 0"),
+    ("AAConv2d", dict(dv=3), "dv must be a multiple of num_heads = 2 from 0 to out_channels = 8, got 3"),
+    ("AAConv2d", dict(dv=10), "dv must be a multiple of num_heads = 2 from 0 to out_channels = 8, got 10"),
+    ("AAConv2d", dict(position="sine"), "'sine' needs in_channels in multiples of 4, got 6"),
+    ("AAConv2d", dict(input_size=None), SIZE),
+    ("AAConv2d", dict(input_size=(5, 0)), SIDES),
+    ("AAConv2d", dict(padding=0), r"padding must be None or \(1, 1\)"),
+    ("AAConv2d", dict(kernel_size=4), "kernel_size must be odd"),
+    ("AlignmentAttention, dot", dict(source_channels=6), EQUAL),
+    ("AlignmentAttention, dot", dict(score="scaled-dot", source_channels=6), EQUAL),
+    ("AlignmentAttention, cosine", dict(source_channels=6), EQUAL),
+    ("AlignmentAttention, dot", dict(hidden_channels=8), "must be None except for 'additive', got 8 for 'dot'"),
+    ("AttendedLSTM", dict(sources=()), SOURCES),
+    ("AttendedLSTM", dict(sources="visual"), SOURCES),
+    ("BilateralCrissCross2d", dict(kernel_size=4), CENTRE),
+    ("BilateralCrissCross2d", dict(outside="-inf"), INFINITE),
+    ("BilateralNonLocal2d", dict(kernel_size=4), CENTRE),
+    ("BilateralNonLocal2d", dict(outside="-inf"), INFINITE),
+    ("BilateralSelfAttention", dict(kernel_size=4), ODD),
+    ("BilateralSelfAttention", dict(outside="-inf", smoothing="zscore"), INFINITE),
+    ("CausalDeformableConv1d", dict(offset_scale=0.0), "offset_scale must be positive, got 0"),
+    ("CrissCrossAttention2d", dict(position="relative"), SIZE),
+    ("CrissCrossAttention2d", dict(position="relative", input_size=(3, 0)), SIDES),
+    ("DeformableConv2d", dict(kernel_size=(3, 0)), "kernel_size must be"),
+    ("DeformableConv2d", dict(groups=3), "groups must divide in_channels 4"),
+    ("DeformableConv2d", dict(offset_groups=3), "offset_groups must divide in_channels 4"),
+    ("DeformableConv2d", dict(out_channels=5, groups=2), "out_channels must be a multiple of groups 2"),
+    ("DynamicConv1d", dict(kernel_size=4), ODD),
+    ("DynamicConv2d", dict(kernel_size=4), CENTRE),
+    ("DynamicConv2d", dict(in_channels=20), "in_channels must be a multiple of num_groups = 16, got 20"),
+    ("GatedConvBlock", dict(sources=("a", "a")), SOURCES),
+    ("GeneralizedAttention2d", dict(num_heads=3), "num_heads must divide in_channels = 16"),
+    ("GeneralizedAttention2d", dict(num_heads=32), "in_channels must be an int of at least num_heads"),
+    ("GeneralizedAttention2d", dict(spatial_range=4), "spatial_range must be -1"),
+    ("GeneralizedAttention2d", dict(spatial_range=0), "spatial_range must be -1"),
+    ("GeneralizedAttention2d", dict(position_embedding_dim=7), "position_embedding_dim must be even"),
+    ("GeneralizedAttention2d, as mmcv's", dict(spatial_range=-2), "half-range of at least 0"),
+    ("GeneralizedAttention2d, as mmcv's", dict(position_embedding_dim=6), "multiple of 4"),
+    ("GeneralizedAttention2d, as mmcv's", dict(attention_type="11"), "four bits"),
+    ("LocalBilateralConv2d", dict(kernel_size=4), CENTRE),
+    ("LocalBilateralConv2d", dict(num_heads=3), "out_channels must be a multiple of num_heads = 3, got 16"),
+    ("LocalBilateralConv2d", dict(iterations=2, content=False), "iterations must be 1 without content"),
+    ("LocalBilateralConv2d", dict(content=False, geometric=False), "content or geometric must be True"),
+    ("LocalBilateralConv2d", dict(padding=2), r"padding must be at most \(1, 1\)"),
+    ("LocalBilateralConv2d", dict(dilation=(1, 2, 3)), "dilation must be an int or two ints"),
+    ("LocalBilateralConv2d", dict(groups=2), "groups must be 1"),
+    (
+        "MultiScaleDeformableAttention",
+        dict(embed_dims=12, num_heads=3, value_proj_ratio=0.4),
+        r"value_proj_ratio must give a width .* 3 divides, got 0\.4 of 12",
+    ),
+    (
+        "MultiheadSpatialAttention",
+        dict(attention_type="0111", query_key_bias=True),
+        "query_key_bias needs the first bit of attention_type, got '0111'",
+    ),
+    ("MultiheadSpatialAttention", dict(attention_range=4), "attention_range must be -1 .* or a positive odd int"),
+    ("MultiheadSpatialAttention", dict(attention_range=0), "attention_range must be"),
+    ("MultiheadSpatialAttention", dict(embed_dim=9, num_heads=3), "embed_dim must be even for relative positions"),
+    ("MultiheadSpatialAttention", dict(causal=True, kdim=5), "and embed_dim = 16 with causal, got 5"),
+    ("NonLocal2d", dict(position="relative"), SIZE),
+    (
+        "NonLocal2d, dot product",
+        dict(position="relative", input_size=4),
+        "needs mode 'gaussian' or 'embedded_gaussian'",
+    ),
+    ("SpatialSelfAttention", dict(spatial_range=4), r"spatial_range must be -1 \(all keys\) or a positive odd int"),
+    ("SpatialSelfAttention", dict(kernel_size=4), r"kernel_size must be a positive odd int \(k\), or None, got 4"),
+    ("SpatialSelfAttention", dict(kernel_size=3, outside="-inf"), INFINITE),
+    ("SpatialSelfAttention", dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
+    ("WindowSelfAttention", dict(shift_size=3), r"shift_size must be less than window_size \(3, 3\)"),
+    ("WindowSelfAttention", dict(pretrained_window_size=7), "pretrained_window_size must be None"),
+    ("WindowSelfAttention", dict(window="centred", window_size=(7, 8)), r"must be odd for .*, got \(7, 8\)"),
+    ("WindowSelfAttention", dict(window="centred", shift_size=2), "shift_size must be 0 for window='centred', got 2"),
+    ("WindowSelfAttention", dict(kernel_size=3), "kernel_size must be None except for bilateral logits, got 3"),
+    ("WindowSelfAttention", dict(position="bilateral", kernel_size=4), "kernel_size must be a positive odd int"),
+    ("WindowSelfAttention", dict(position="bilateral", outside="-inf"), "smoothing 'zscore' needs another outside"),
+]
+
+
+def test_arguments_that_do_not_fit_are_named():
+    for name, change, message in UNFIT:
+        with pytest.raises(ValueError, match=message):
+            VARIANTS[name](**change)
+
+
 # The input's axis of channels, where it is not the last one.
 SECOND = ("1d", "2d", "3d")
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from attn_plugins.ops import global_attention
 from attn_plugins.terms.decomposed import axis_embeddings, decomposed_logits, resize_offsets
 
 
@@ -111,18 +110,3 @@ def test_the_logits_are_sams(size, key_size, lengths):
     flat = query.flatten(0, 1).flatten(1, 2)
     expected = sam.get_decomposed_rel_pos_bias(flat, row_table, column_table, size, key_size)
     torch.testing.assert_close(ours.flatten(0, 1), expected)
-
-
-def test_a_whole_layer_of_timms():
-    """Combine our terms and global attention into SAM's attention, with its weights and without storing all pairs."""
-    sam = pytest.importorskip("timm.models.vision_transformer_sam")
-    torch.manual_seed(0)
-    H, W = 5, 7
-    layer = sam.Attention(24, num_heads=3, use_rel_pos=True, input_size=(4, 9))
-    for parameter in layer.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    x = torch.randn(2, H, W, 24)
-    q, k, v = layer.qkv(x).view(2, H, W, 3, 3, 8).permute(3, 0, 4, 1, 2, 5)
-    rows, columns = decomposed_logits(q, layer.rel_pos_h, layer.rel_pos_w)
-    out = global_attention(q, k, v, row_logits=rows, column_logits=columns, scale=8**-0.5)
-    torch.testing.assert_close(layer.proj(out.permute(0, 2, 3, 1, 4).flatten(3)), layer(x), atol=1e-5, rtol=1e-4)

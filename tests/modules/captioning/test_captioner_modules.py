@@ -254,19 +254,6 @@ def test_weight_normalisation():
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: AttendedLSTM(8, ()), r"sources must be one name or more, each once.*, got \(\)"),
-        (lambda: AttendedLSTM(8, "visual"), "sources must be one name or more, each once.*, got 'visual'"),
-        (lambda: GatedConvBlock(8, 3, ("a", "a")), "sources must be one name or more, each once"),
-    ],
-)
-def test_arguments_that_cannot_be(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
 @every_decoder
 def test_inputs_that_cannot_be(name):
     decoder = Decoder(name)

@@ -232,25 +232,6 @@ def test_compiled_to_machine_code(position):
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(dk=25), "dk must be a positive multiple of num_heads = 4, got 25"),
-        (dict(dk=0), "dk must be a positive multiple of num_heads = 4, got 0"),
-        (dict(dv=6), "dv must be a multiple of num_heads = 4 from 0 to out_channels = 32, got 6"),
-        (dict(dv=36), "dv must be a multiple of num_heads = 4 from 0 to out_channels = 32, got 36"),
-        (dict(position="sine", channels=18), "'sine' needs in_channels in multiples of 4, got 18"),
-        (dict(input_size=None), r"'relative' needs input_size=\(H, W\)"),
-        (dict(input_size=(5, 0)), r"input_size must be an int or two ints, each at least 1, got \(5, 0\)"),
-        (dict(padding=0), r"padding must be None or \(1, 1\)"),
-        (dict(kernel_size=4), "kernel_size must be odd"),
-    ],
-)
-def test_bad_arguments(options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**options)
-
-
-@pytest.mark.parametrize(
     "arguments, message",
     [
         ((64, -0.1, 0.1), "kappa must be at least 0, got -0.1"),

@@ -129,16 +129,3 @@ def test_the_terms():
     logits = torch.randn(4, 9)
     torch.testing.assert_close(standardised(logits).mean(-1), torch.zeros(4))
     torch.testing.assert_close(standardised(logits).std(-1, correction=0), torch.ones(4), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(kernel_size=4), "kernel_size must be odd, got 4"),
-        (dict(outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
-    ],
-)
-def test_bad_arguments(kind, options, words):
-    with pytest.raises(ValueError, match=words):
-        build(kind, **options)

@@ -80,22 +80,15 @@ def test_starts_as_a_causal_convolution(options):
     torch.testing.assert_close(module(x), plain, rtol=1e-5, atol=1e-5)
 
 
+@torch.no_grad()
 @every_option
-def test_what_comes_after_a_position_is_not_read(options):
-    """Later positions affect neither outputs, not even through a factor of 0, nor gradients, also with offsets of 0."""
+def test_not_even_nan_is_read_from_later_positions(options):
+    """Not through a factor of 0 either, as with offsets of 0; ``sequences/test_decoding.py`` looks at gradients."""
     for module in (trained(options), CausalDeformableConv1d(6, 4, **options).double()):
         x = torch.randn(2, 6, 9, dtype=torch.float64)
-        gradients = []
-        for future in (x[:, :, 5:], torch.randn(2, 6, 4, dtype=torch.float64)):
-            sequence = torch.cat([x[:, :, :5], future], 2).requires_grad_()
-            output = module(sequence)[:, :, :5]
-            gradients.append(torch.autograd.grad(output.square().sum(), [sequence, *module.parameters()]))
-        assert not gradients[0][0][:, :, 5:].any()
-        for one, two in zip(*gradients):
-            torch.testing.assert_close(one, two)
-        with torch.no_grad():
-            sequence[:, :, 5:] = torch.nan
-            torch.testing.assert_close(module(sequence)[:, :, :5], output)
+        expected = module(x)[:, :, :5]
+        x[:, :, 5:] = torch.nan
+        torch.testing.assert_close(module(x)[:, :, :5], expected)
 
 
 @pytest.mark.parametrize("modulated", [False, True])
@@ -130,15 +123,3 @@ def test_offset_scale_is_a_learning_rate_for_adam(cls):
     assert fast.abs().max() > 0.001
     torch.testing.assert_close(slow * 0.1, fast, rtol=1e-3, atol=1e-6)
     assert layers[0].conv_offset(torch.randn(1, 6, 3)).any()
-
-
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (lambda: CausalDeformableConv1d(6, 4, 3, offset_scale=0.0), ValueError, "offset_scale must be positive, got 0"),
-        (lambda: CausalDeformableConv1d(6, 4, 3)(torch.zeros(1, 6, 0)), ValueError, "input is too small"),
-    ],
-)
-def test_bad_input(call, error, message):
-    with pytest.raises(error, match=message):
-        call()

@@ -98,15 +98,3 @@ def test_equals_mmcv(channels):
     expected = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name].grad, msg=name)
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(position="relative"), r"position 'relative' needs input_size=\(H, W\)"),
-        (dict(position="relative", input_size=(3, 0)), "input_size must be an int or two ints, each at least 1"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(ValueError, match=words):
-        CrissCrossAttention2d(**{"in_channels": 8, **options})

@@ -90,19 +90,6 @@ def test_parameters_of_the_papers_module():
     assert math.prod(module.kernel.weight.shape) == 16 * C * n * n
 
 
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (lambda: DynamicConv2d(16, 4), "kernel_size must be odd, got 4"),
-        (lambda: DynamicConv2d(20), "in_channels must be a multiple of num_groups = 16, got 20"),
-        (lambda: DynamicConv1d(16, 4), "kernel_size must be a positive odd int, or any with causal, got 4"),
-    ],
-)
-def test_bad_input(make, words):
-    with pytest.raises(ValueError, match=words):
-        make()
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_is_outside_the_sequence(causal):

@@ -147,23 +147,6 @@ def test_output_has_a_convolutions_size(geometry):
         assert layer(dtype=torch.float32, **geometry)(x).shape == convolution(x).shape
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(kernel_size=4), "kernel_size must be odd, got 4"),
-        (dict(num_heads=3), "out_channels must be a multiple of num_heads = 3, got 8"),
-        (dict(iterations=2, content=False), "iterations must be 1 without content"),
-        (dict(content=False, geometric=False), "content or geometric must be True"),
-        (dict(padding=2), r"padding must be at most \(1, 1\)"),
-        (dict(dilation=(1, 2, 3)), "dilation must be an int or two ints"),
-        (dict(groups=2), "groups must be 1"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(ValueError, match=words):
-        layer(**options)
-
-
 def test_a_map_smaller_than_the_window():
     with pytest.raises(
         ValueError, match=r"x is too small: \(2, 4\) with padding \(0, 0\) has no room for a kernel of \(3, 3\)"

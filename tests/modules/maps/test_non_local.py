@@ -265,15 +265,3 @@ def test_starts_as_mmcv_does():
     for name in ("g", "theta", "phi"):
         assert getattr(ours, name).weight.std().item() == pytest.approx(0.01, rel=0.3)
         assert not getattr(ours, name).bias.any()
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(position="relative"), r"position 'relative' needs input_size=\(H, W\)"),
-        (dict(position="relative", input_size=4, mode="dot_product"), "needs mode 'gaussian' or 'embedded_gaussian'"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(ValueError, match=words):
-        NonLocal2d(8, **options)

@@ -114,20 +114,6 @@ def test_half_cosine_of_long_vectors_does_not_overflow():
     assert not terms.cosine_scores(torch.zeros(1, 2, 16), x.float()).any()
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("dot", 4, 6), "query_channels and source_channels must be equal .* got 4 and 6"),
-        (("cosine", 4, 6), "must be equal"),
-        (("scaled-dot", 4, 6), "must be equal"),
-        (("dot", 4, 4, 8), "hidden_channels must be None except for 'additive', got 8 for 'dot'"),
-    ],
-)
-def test_bad_arguments(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        AlignmentAttention(*arguments)
-
-
 def test_bad_inputs():
     module = AlignmentAttention("general", 4, 6)
     query, source = torch.randn(2, 3, 4), torch.randn(2, 5, 6)

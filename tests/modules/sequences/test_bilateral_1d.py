@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from attn_plugins.modules import BilateralSelfAttention
 from attn_plugins.terms.nonlocal_band import counted_keys, standardised_band
@@ -93,17 +92,6 @@ def test_the_papers_kernel_sizes():
     assert set(module.state_dict()) - set(build(outside="learned", bias=False).state_dict()) == without
 
 
-def test_zero_position_logits_are_the_transformers_attention():
-    module, x = build(), tokens()
-    for parameter in module.position.parameters():
-        nn.init.zeros_(parameter)
-    query, key, value = (
-        layer(x).unflatten(2, (3, 2)).transpose(1, 2) for layer in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    expected = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(module(x), module.out_proj(expected))
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_standardised_band_is_the_standardised_logits(causal):
     T, S, k, start = 4, 9, 4 if causal else 5, 3
@@ -121,15 +109,3 @@ def test_the_standardised_band_is_the_standardised_logits(causal):
     logits = realign(ours, index)
     seen = seen.expand_as(logits)
     torch.testing.assert_close(logits[seen], expected[seen])
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (dict(kernel_size=4), "kernel_size must be a positive odd int, or any with causal, got 4"),
-        (dict(outside="-inf", smoothing="zscore"), "smoothing 'zscore' needs another outside than '-inf'"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(ValueError, match=words):
-        build(**options)

@@ -113,18 +113,6 @@ def test_value_apart_from_the_key():
     torch.testing.assert_close(module(query, query, query), module(query))
 
 
-def test_content_alone_is_the_transformers_attention():
-    module, (x, source) = build("1000", "cross", scale=2**-0.5, bias=False), inputs("cross")
-    theirs = nn.MultiheadAttention(6, 3, bias=False, kdim=5, vdim=5, batch_first=True).double()
-    names = dict(q_proj_weight="q_proj", k_proj_weight="k_proj", v_proj_weight="v_proj")
-    weights = {name: getattr(module, layer).weight for name, layer in names.items()}
-    theirs.load_state_dict({**weights, "out_proj.weight": module.out_proj.weight})
-    mask = torch.tensor([[False] * 7, [True] * 2 + [False] * 3 + [True] * 2])
-    expected, weights = theirs(x, source, source, key_padding_mask=mask, average_attn_weights=False)
-    torch.testing.assert_close(module(x, source, key_padding_mask=mask), expected)
-    torch.testing.assert_close(module.attention_maps(x, source, key_padding_mask=mask), weights)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", ["1000", "1010", "1100", "1111"])
 def test_biases_of_queries_and_keys(bits, mode):
@@ -133,18 +121,6 @@ def test_biases_of_queries_and_keys(bits, mode):
     torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
     if mode == "causal":
         torch.testing.assert_close(in_steps(module, *arguments), module(*arguments))
-
-
-def test_with_all_biases_it_is_the_transformers_attention():
-    module, (x,) = build("1000", scale=2**-0.5, query_key_bias=True), inputs("self")
-    theirs = nn.MultiheadAttention(6, 3, batch_first=True).double()
-    layers = module.q_proj, module.k_proj, module.v_proj
-    theirs.load_state_dict({
-        "in_proj_weight": torch.cat([layer.weight for layer in layers]),
-        "in_proj_bias": torch.cat([layer.bias for layer in layers]),
-        **{f"out_proj.{name}": value for name, value in module.out_proj.state_dict().items()},
-    })  # fmt: skip
-    torch.testing.assert_close(module(x), theirs(x, x, x)[0])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -200,24 +176,6 @@ def test_state_dict():
     assert set(build("0001", bias=False).state_dict()) == {
         "position_proj.weight", "position_bias", "v_proj.weight", "out_proj.weight"
     }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        (
-            dict(attention_type="0111", query_key_bias=True),
-            "query_key_bias needs the first bit of attention_type, got '0111'",
-        ),
-        (dict(attention_range=4), "attention_range must be -1 .* or a positive odd int .* got 4"),
-        (dict(attention_range=0), "attention_range must be"),
-        (dict(embed_dim=9, num_heads=3), "embed_dim must be even for relative positions"),
-        (dict(causal=True, kdim=5), "kdim must be a positive int, and embed_dim = 6 with causal, got 5"),
-    ],
-)
-def test_bad_arguments(options, words):
-    with pytest.raises(ValueError, match=words):
-        MultiheadSpatialAttention(**{"embed_dim": 6, "num_heads": 3, **options})
 
 
 def test_bad_input():

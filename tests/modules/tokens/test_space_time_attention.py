@@ -113,27 +113,6 @@ def test_the_start_is_the_last_step_alone(pattern, P):
         torch.testing.assert_close(module(x, ODD, P), space(x, ODD, P), rtol=0, atol=0)
 
 
-def test_one_frame_is_multihead_attention():
-    x, stock = clip((1, 3, 4)), nn.MultiheadAttention(C, M, batch_first=True, dtype=torch.float64)
-    for pattern in ("space", "joint", "divided"):
-        module = build(pattern, start=True)
-        with torch.no_grad():
-            stock.in_proj_weight.copy_(module.attn.qkv.weight)
-            stock.in_proj_bias.copy_(module.attn.qkv.bias.normal_())
-            stock.out_proj.load_state_dict(module.attn.proj.state_dict())
-        torch.testing.assert_close(module(x, (1, 3, 4), 1), stock(x, x, x, need_weights=False)[0])
-
-
-def test_equal_frames_give_equal_results():
-    module = build("divided", start=True)
-    frame = clip((1, 3, 4), 0)
-    x = torch.cat((clip((1, 1, 1), 0), frame.repeat(1, 5, 1)), 1)
-    output = module(x, (5, 3, 4), 1)
-    one = module(x[:, :13], (1, 3, 4), 1)
-    torch.testing.assert_close(output[:, :13], one)
-    torch.testing.assert_close(output[:, 1:].unflatten(1, (5, 12)), one[:, None, 1:].expand(-1, 5, -1, -1))
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_with_norms_the_module_is_the_official_half_block(pattern):
     """Each step acts on normalised tokens and is added to the tokens (``Block.forward`` of the official code)."""

@@ -250,20 +250,6 @@ def test_dropout_drops_weights_in_training_alone(attention_type):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (dict(spatial_range=4), r"spatial_range must be -1 \(all keys\) or a positive odd int"),
-        (dict(kernel_size=4), r"kernel_size must be a positive odd int \(k\), or None, got 4"),
-        (dict(kernel_size=3, outside="-inf"), "smoothing 'zscore' needs another outside than '-inf'"),
-        (dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(ValueError, match=words):
-        SpatialSelfAttention(**{**dict(embed_dim=8, num_heads=2), **options})
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
         (dict(prefix_tokens=-1), "prefix_tokens must be an int from 0 to query's 12, got -1"),

@@ -294,23 +294,6 @@ def test_windows_share_masks(monkeypatch):
     assert seen == [(40, (1, M, 9, 9))]
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(window_size=4, shift_size=4), r"shift_size must be less than window_size \(4, 4\)"),
-        (dict(pretrained_window_size=7), "pretrained_window_size must be None"),
-        (dict(window_size=(7, 8), window="centred"), r"window_size must be odd for window='centred', got \(7, 8\)"),
-        (dict(window="centred", shift_size=3), "shift_size must be 0 for window='centred', got 3"),
-        (dict(kernel_size=3), "kernel_size must be None except for bilateral logits, got 3"),
-        (dict(position="bilateral", kernel_size=4), "kernel_size must be a positive odd int"),
-        (dict(position="bilateral", outside="-inf"), "smoothing 'zscore' needs another outside"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        WindowSelfAttention(8, 2, **{"window_size": 7, **options})
-
-
 @pytest.mark.parametrize("window", ["partition", "centred"])
 @pytest.mark.parametrize("position", ["table", "relative", "bilateral"])
 @pytest.mark.parametrize("version", ["v1", "v2"])

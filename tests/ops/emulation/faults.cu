@@ -207,11 +207,12 @@ KERNEL partial_product(const float* x, float* out, int) {
   DO(block_barrier)                                                                                      \
   DO(second_barrier)                                                                                     \
   DO(warp_barrier)                                                                                       \
-  DO(atomic_sum) DO(read_beyond) DO(write_before) DO(shared_beyond) DO(shared_uninitialised)             \
-      DO(uninitialised_register) DO(misaligned) DO(constant_read) DO(early_return) DO(barrier_in_branch) \
-          DO(two_barriers) DO(index_of_array) DO(divergent_shuffle) DO(foreign_mask) DO(outside_mask)    \
-              DO(other_intrinsic) DO(overlapping_masks) DO(asynchronous_copy) DO(unknown_assembly)       \
-                  DO(predicated_load) DO(vector_atomics) DO(partial_product)
+  DO(atomic_sum)                                                                                         \
+  DO(read_beyond) DO(write_before) DO(shared_beyond) DO(shared_uninitialised) DO(uninitialised_register) \
+      DO(misaligned) DO(constant_read) DO(early_return) DO(barrier_in_branch) DO(two_barriers)           \
+          DO(index_of_array) DO(divergent_shuffle) DO(foreign_mask) DO(outside_mask) DO(other_intrinsic) \
+              DO(overlapping_masks) DO(asynchronous_copy) DO(unknown_assembly) DO(predicated_load)       \
+                  DO(vector_atomics) DO(partial_product)
 FOR_ALL(OPERATOR)
 
 // out = x + 1, through an array from new_empty.
@@ -312,13 +313,6 @@ inline void launch_operator(Tensor out, int64_t blocks) {
   launch(count_kernel, blocks, static_cast<float*>(out.data_ptr()));
 }
 
-// out = multiprocessors, bytes of L2 cache, presence of tensor cores.
-inline void device_operator(Tensor out) {
-  double* to = static_cast<double*>(out.data_ptr());
-  const DeviceLimits limits = device_limits();
-  to[0] = double(limits.multiprocessors), to[1] = double(limits.l2_bytes), to[2] = has_tensor_cores();
-}
-
 }  // namespace attn_plugins
 
 STABLE_TORCH_LIBRARY(attn_plugins_faults, m) {
@@ -329,7 +323,6 @@ STABLE_TORCH_LIBRARY(attn_plugins_faults, m) {
   m.def("transposed(Tensor(a!) out, Tensor x) -> ()");
   m.def("dynamic(Tensor(a!) out, Tensor x, int bytes, bool asks) -> ()");
   m.def("launch(Tensor(a!) out, int blocks) -> ()");
-  m.def("device(Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_faults, CPU, m) {
@@ -341,5 +334,4 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_faults, CPU, m) {
   IMPLEMENT(transposed)
   IMPLEMENT(dynamic)
   IMPLEMENT(launch)
-  IMPLEMENT(device)
 }

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ops.emulation.kernels import NEEDS, fills_variables, load
-from tests.ops.emulation.translate import translate
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 SEEDS = ["0", "1", "2"]
@@ -179,47 +176,3 @@ def test_launch_has_cudas_limits(faults):
     assert torch.equal(out, torch.ones(1000))
     with pytest.raises(RuntimeError, match="a grid of 2147483648 blocks is too large"):
         faults.launch(out, 2**31)
-
-
-@pytest.mark.parametrize("multiprocessors", [1, 108, 132])
-def test_device(faults, monkeypatch, multiprocessors):
-    monkeypatch.setenv("EMULATOR_MULTIPROCESSORS", str(multiprocessors))
-    monkeypatch.setenv("EMULATOR_L2", "12345")
-    out = torch.zeros(3, dtype=torch.float64)
-    faults.device(out)
-    assert out.tolist() == [multiprocessors, 12345, 1]
-
-
-@pytest.mark.skipif(shutil.which("addr2line") is None, reason="no addr2line")
-def test_an_error_names_its_line(faults):
-    lines = Path(__file__).with_name("faults.cu").read_text().splitlines()
-    for name, text in (
-        ("block_barrier", "tile[kThreads - 1 - threadIdx.x]"),
-        ("foreign_mask", "(RIGHT || i != 3 ? low"),
-    ):
-        with pytest.raises(RuntimeError) as failure:
-            getattr(faults, name)(torch.zeros(1024), numbers(), False)
-        number = int(re.search(r"faults\.cu:(\d+)\)", str(failure.value)).group(1))
-        assert text in lines[number - 1] or "tile[threadIdx.x] = x" in lines[number - 1]
-
-
-def test_translation_keeps_lines():
-    source = """
-template <class T>
-__global__ void kernel(T* x) {  // a comment: "asm(
-  __shared__ T
-      tile[32][32 + (sizeof(T) == 2 ? 2 : 1)];
-  asm volatile("mov.b32 %0, %1;\\n"
-               "mov.b32 %0, %1;" : "=r"(x[0]) : "r"(int(a::b ? 1 : 2)) : "memory");
-}
-void run() { kernel<float><<<(n + 1) / 2, 256, 0, stream>>>(f(x, y),
-                                                            z); }
-"""
-    translated = translate(source)
-    assert translated.count("\n") == source.count("\n")
-    assert "typedef T tile_type[32][32 + (sizeof(T) == 2 ? 2 : 1)];" in translated
-    assert 'emulator::output("=r", x[0]), emulator::input("r", int(a::b ? 1 : 2))' in translated
-    assert (
-        "emulator::launch({dim3((n + 1) / 2), dim3(256), size_t(0), cudaStream_t(stream)}, kernel<float>, f(x, y),"
-        in translated
-    )

@@ -133,6 +133,7 @@ def test_a_backward_without_the_output(tiles):
     "change,reason",
     [
         (dict(causal=True), ROWS_ALONE),
+        (dict(segment_ids=torch.zeros(1, 6, dtype=torch.int32)), ROWS_ALONE),
         (dict(key_padding_mask=torch.zeros(1, 6, dtype=torch.bool)), ROWS_ALONE),
         (
             dict(band_logits=torch.zeros(1, 1, 6, 3, dtype=torch.bfloat16)),

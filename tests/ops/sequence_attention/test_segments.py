@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import backend, explain, reference, sequence_attention
-from attn_plugins.ops.sequence_attention import sdpa as sdpa_sequence
+from attn_plugins.ops import backend, reference, sequence_attention
 from attn_plugins.ops.sequence_attention.operands import Options
 from attn_plugins.ops.sequence_attention.sequence_attention import ATTEND
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton
@@ -105,12 +104,3 @@ def test_errors(change, error, words):
     query, key, value = (torch.zeros(2, 1, n, 4) for n in (5, 7, 7))
     with pytest.raises(error, match=words):
         sequence_attention(query, key, value, **change)
-
-
-def test_what_does_not_know_segments(monkeypatch):
-    monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    tensors = [torch.zeros(1, 1, 70, 8, dtype=torch.bfloat16) for _ in range(3)]
-    assert explain(sequence_attention, *tensors).serves == "amx"
-    choice = explain(sequence_attention, *tensors, segment_ids=drawn(1, 70))
-    assert choice.serves != "amx"
-    assert choice.refusals["amx"] == "it supports neither key_padding_mask nor segment_ids nor causal"

@@ -231,18 +231,6 @@ def test_padding_never_changes_the_other_tokens(causal, path):
     torch.testing.assert_close(attend(arguments, mask, causal=causal)[:, :, :8], short)
 
 
-def test_equals_global_and_window_attention(path):
-    from attn_plugins.ops import global_attention, window_attention
-
-    query, key, value, band, _, position = operands(T=7, S=7, K=13, grad=False)
-    expected = global_attention(*(t.unsqueeze(2) for t in (query, key, value)), scale=0.5).squeeze(2)
-    torch.testing.assert_close(sequence_attention(query, key, value, scale=0.5), expected)
-    expected = window_attention(query, key, value, band, 13)  # a window over everything
-    torch.testing.assert_close(sequence_attention(query, key, value, band_logits=band), expected)
-    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=position)
-    torch.testing.assert_close(sequence_attention(query, key, value, position_logits=position, scale=0.5), expected)
-
-
 def test_gradients_of_queries_far_behind_all_keys():
     """The band reaches no key: outputs are 0, and the gradients exist and are 0."""
     terms = [torch.randn(1, 2, n, 4, requires_grad=True) for n in (3, 40, 40)]

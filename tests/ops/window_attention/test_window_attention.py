@@ -171,19 +171,6 @@ def test_sequences_are_maps_of_one_row():
     )
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_position_logits_are_dynamic_convolution(device):
-    """One softmax weight per tap for a group of channels, with borders of zeros, equals an unfold and a product."""
-    B, M, C, H, W, k = 2, 4, 12, 6, 5, 3
-    x = torch.randn(B, C, H, W, dtype=torch.float64, device=device)
-    logits = torch.randn(B, M, H, W, k * k, dtype=torch.float64, device=device)
-    columns = torch.nn.functional.unfold(x, k, padding=1).view(B, M, C // M, k * k, H, W)
-    expected = torch.einsum("bmcthw,bmhwt->bmchw", columns, logits.softmax(-1)).reshape(B, C, H, W)
-    value = x.view(B, M, C // M, H, W).permute(0, 1, 3, 4, 2)
-    output = window_attention(None, None, value, logits, k, border="zero").permute(0, 1, 4, 2, 3).reshape(B, C, H, W)
-    torch.testing.assert_close(output, expected)
-
-
 def test_masked_windows_and_extreme_logits():
     query, key, value, position = operands((3, 4), grad=False)
     position[0, 0, 1, 2] = -math.inf
