@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_plugins.modules import Modality
 from attn_plugins.modules.captioning.entangled_attention import Entangled
@@ -14,6 +14,20 @@ from attn_plugins.modules.captioning.entangled_attention import Entangled
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
 B, T, S = 2, 9, 6  # batch, words, regions
 LEVELS = ((5, 7), (3, 4), (2, 3), (1, 2))
+# What predicted position logits are outside of their window, and their smoothing.
+OUTSIDE = [
+    (outside, smoothing)
+    for outside in ("learned", "zero", "min", "mean", "-inf")
+    for smoothing in ("zscore", "sqrt_d")
+    if (outside, smoothing) != ("-inf", "zscore")
+]
+
+
+def drawn(module: nn.Module, std: float = 0.7) -> nn.Module:
+    """Draw every parameter at random; return the module."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
 
 
 def mask(length: int) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 
+from tests.conftest import ROOT
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulation.kernels import EMULATION, load
 from tests.ops.sequence_attention.operands import taking
@@ -36,6 +39,12 @@ def emulated(tmp_path_factory):
     arch = int(os.environ.get("EMULATED_ARCH", "900"))
     load(EMULATION / "sampling.cpp", tmp_path_factory.mktemp("emulation"), arch)
     return torch.ops.attn_plugins_emulated
+
+
+@pytest.fixture
+def compiling(python) -> Callable[..., subprocess.CompletedProcess]:
+    """Run code in a process where Triton compiles kernels instead of interpreting them, and where ``tests`` imports."""
+    return partial(python, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
 
 
 @pytest.fixture(params=["compiled", "plain"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tests.helpers.triton_checks import needs_triton
 
 LAUNCHES = """
@@ -65,6 +63,6 @@ for one, two in zip(ours, triton):
 
 
 @needs_triton
-def test_variants_and_arguments_are_those_of_triton(python):
-    done = python(LAUNCHES, TRITON_INTERPRET="0", PYTHONPATH=str(Path(__file__).parents[2]))
+def test_variants_and_arguments_are_those_of_triton(compiling):
+    done = compiling(LAUNCHES)
     assert done.stdout.count("launches of") == 2

@@ -13,6 +13,7 @@ from torch import nn
 from attn_plugins.modules import AttendedLSTM, GatedConvBlock, Modality, ShowAttendTell
 from attn_plugins.modules.captioning.show_attend_tell import doubly_stochastic_penalty
 from attn_plugins.modules.common.sequence_cache import reordered
+from tests.helpers.module_inputs import drawn
 
 B, T, S, C, D, N, A = 3, 5, 4, 6, 7, 5, 3
 MASK = torch.tensor([[False] * 4, [False, True, False, True], [False, False, False, True]])
@@ -21,9 +22,7 @@ BOTH = ("visual", "semantic")
 
 def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module.to(dtype)
+    return drawn(module, 0.4).to(dtype)
 
 
 class Decoder:

@@ -20,6 +20,7 @@ from attn_plugins.modules import (
 )
 from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS, Entangled
 from attn_plugins.modules.captioning.eta_transformer import FUSIONS, reorder_caches
+from tests.helpers.module_inputs import drawn
 
 C, HEADS, WIDTH = 6, 3, 8
 F = {"identity": lambda x: x, "relu": lambda x: max(x, 0.0), "tanh": math.tanh,
@@ -28,9 +29,7 @@ F = {"identity": lambda x: x, "relu": lambda x: max(x, 0.0), "tanh": math.tanh,
 
 def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module.to(dtype)
+    return drawn(module, 0.5).to(dtype)
 
 
 def block(fusion="entangled", dtype=torch.float64, **options) -> MultimodalDecoderBlock:

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, WindowSelfAttention
 from attn_plugins.terms.decomposed import decomposed_logits
+from tests.helpers.module_inputs import drawn
 
 MAKES_POSITIONS = {"aten::arange", "aten::linspace", "aten::scatter_", "aten::sin", "aten::roll", "aten::log2"}
 
@@ -64,9 +65,7 @@ class Computed(TorchDispatchMode):
 def layer(request):
     torch.manual_seed(0)
     layer = LAYERS[request.param]()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return layer
+    return drawn(layer, 0.5)
 
 
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:

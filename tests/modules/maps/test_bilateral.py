@@ -13,21 +13,15 @@ from torch import nn
 from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
 from attn_plugins.modules.maps import bilateral as bilateral_module
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
+from tests.helpers.module_inputs import OUTSIDE, drawn
 
 MODULES = [BilateralNonLocal2d, BilateralCrissCross2d]
-CHOICES = [
-    (outside, smoothing)
-    for outside, smoothing in itertools.product(("learned", "zero", "min", "mean", "-inf"), ("zscore", "sqrt_d"))
-    if (outside, smoothing) != ("-inf", "zscore")
-]
 
 
 def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
     torch.manual_seed(0)
     module = kind(**{"in_channels": 6, "reduction": 2, "kernel_size": 3, **options}).to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module
+    return drawn(module)
 
 
 @torch.no_grad()
@@ -70,7 +64,7 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
     return image + (module.gamma.scale * attended if cross else module.conv_out(attended))
 
 
-@pytest.mark.parametrize("outside, smoothing", CHOICES)
+@pytest.mark.parametrize("outside, smoothing", OUTSIDE)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("kernel_size", [3, (5, 1), 15])
 def test_equals_the_formula(kind, outside, smoothing, kernel_size):
@@ -95,8 +89,7 @@ def test_a_criss_cross_checkpoint_of_mmcv_loads():
     ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
     theirs = ops.CrissCrossAttention(16)
     ours = BilateralCrissCross2d(16, content_scale=1.0, outside="zero", smoothing="sqrt_d")
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    drawn(theirs, 0.3)
     missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
     assert not unexpected
     assert all(key.startswith("position.") for key in missing)
@@ -109,8 +102,7 @@ def test_a_criss_cross_checkpoint_of_mmcv_loads():
 def test_a_non_local_checkpoint_of_mmcv_gives_its_results():
     bricks = pytest.importorskip("mmcv.cnn", reason="mmcv is not installed")
     theirs = bricks.NonLocal2d(16)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    drawn(theirs, 0.3)
     ours = BilateralNonLocal2d(16, outside="zero", smoothing="sqrt_d")
     ours.load_state_dict({k.replace(".conv.", "."): v for k, v in theirs.state_dict().items()}, strict=False)
     for parameter in ours.position.parameters():

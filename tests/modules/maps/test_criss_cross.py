@@ -7,10 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d
 from attn_plugins.terms.relative_table import resize_table
+from tests.helpers.module_inputs import drawn
 
 POSITIONS = ["none", "relative"]
 
@@ -18,9 +18,7 @@ POSITIONS = ["none", "relative"]
 def build(position="relative", *, size=(4, 5), dtype=torch.float64, **options) -> CrissCrossAttention2d:
     torch.manual_seed(0)
     module = CrissCrossAttention2d(6, **{"reduction": 2, "position": position, "input_size": size, **options})
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module.to(dtype)
+    return drawn(module).to(dtype)
 
 
 @torch.no_grad()
@@ -87,8 +85,7 @@ def test_equals_mmcv(channels):
     stock = pytest.importorskip("mmcv.ops.cc_attention", reason="mmcv is not installed").CrissCrossAttention
     assert stock.__module__ == "mmcv.ops.cc_attention"  # mmcv's layer, not our drop-in
     theirs, ours = stock(channels).double(), CrissCrossAttention2d(channels, dtype=torch.float64)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    drawn(theirs, 0.3)
     ours.load_state_dict(theirs.state_dict())
     assert list(ours.state_dict()) == list(theirs.state_dict())
     x = torch.randn(2, channels, 6, 9, dtype=torch.float64)

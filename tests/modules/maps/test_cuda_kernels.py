@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d
 from attn_plugins.modules.maps import criss_cross
 from attn_plugins.modules.maps.memory_format import add_scaled, in_format_of, to_channels_last
 from attn_plugins.ops.common import transposition
+from tests.helpers.module_inputs import drawn
 
 
 @pytest.fixture(params=["definition", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -69,8 +69,7 @@ def test_a_scaled_sum_of_other_dtypes_and_shapes(device):
 def test_one_product_projects(position, monkeypatch):
     """It gives what three layers give; a layer that somebody observes is still called."""
     module = CrissCrossAttention2d(6, 2, position, input_size=(4, 5), dtype=torch.float64)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
+    drawn(module)
     x = torch.randn(2, 6, 4, 5, dtype=torch.float64)
     expected = module(x)
     grads = torch.autograd.grad(expected.sum(), list(module.parameters()))

@@ -15,6 +15,7 @@ from attn_plugins.modules.maps import non_local_sums
 from attn_plugins.modules.maps.non_local_block import MODES
 from attn_plugins.modules.maps.non_local_sums import rectified_sums
 from attn_plugins.terms.relative_table import resize_table
+from tests.helpers.module_inputs import drawn
 
 KINDS = {1: NonLocal1d, 2: NonLocal2d, 3: NonLocal3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -31,9 +32,7 @@ OTHERS: list[dict[str, Any]] = [dict(use_scale=False), dict(reduction=1), dict(r
 def build(axes=2, mode="embedded_gaussian", *, dtype=torch.float64, **options) -> nn.Module:
     torch.manual_seed(0)
     module = KINDS[axes](6, mode=mode, **options)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module.to(dtype)
+    return drawn(module).to(dtype)
 
 
 def linear(conv, column):
@@ -208,9 +207,7 @@ def mmcv_pair(axes, mode, sub_sample, norm=False, **options) -> tuple[nn.Module,
     norm_cfg = dict(type=f"BN{axes}d" if axes != 2 else "BN") if norm else None
     theirs = getattr(non_local, f"NonLocal{axes}d")(8, norm_cfg=norm_cfg, **options)
     torch.manual_seed(0)
-    for parameter in theirs.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return theirs.double(), KINDS[axes](8, norm_layer=NORMS[axes] if norm else None, **options).double()
+    return drawn(theirs, 0.3).double(), KINDS[axes](8, norm_layer=NORMS[axes] if norm else None, **options).double()
 
 
 @pytest.mark.parametrize("options", [dict(), dict(use_scale=False), dict(reduction=3), dict(norm=True)])

@@ -8,25 +8,19 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from attn_plugins.modules import BilateralSelfAttention
 from attn_plugins.terms.nonlocal_band import counted_keys, standardised_band
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised
+from tests.helpers.module_inputs import OUTSIDE, drawn
 
-CHOICES = [
-    (outside, smoothing)
-    for outside, smoothing in itertools.product(("zero", "learned", "min", "mean", "-inf"), ("sqrt_d", "zscore"))
-    if (outside, smoothing) != ("-inf", "zscore")
-] + [("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim"), ("mean", "sqrt_embed_dim")]
+CHOICES = [*OUTSIDE, ("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim"), ("mean", "sqrt_embed_dim")]
 
 
 def build(*, dtype=torch.float64, **options) -> BilateralSelfAttention:
     torch.manual_seed(0)
     module = BilateralSelfAttention(**{"embed_dim": 6, "num_heads": 3, "kernel_size": 3, **options}).to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module
+    return drawn(module)
 
 
 def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:

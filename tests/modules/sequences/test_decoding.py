@@ -13,13 +13,8 @@ from torch import Tensor, nn
 from attn_plugins import modules
 from attn_plugins.modules import SequenceCache
 from attn_plugins.modules.common.capture import softmax_over_keys
+from tests.helpers.module_inputs import OUTSIDE
 
-CHOICES = [
-    (outside, smoothing)
-    for outside in ("zero", "learned", "min", "mean", "-inf")
-    for smoothing in ("sqrt_d", "zscore")
-    if (outside, smoothing) != ("-inf", "zscore")
-]
 BITS = ["1111", "1000", "0111", "0110", "0010", "0001", "0000"]
 CONVOLUTIONS: dict[str, dict[str, Any]] = {
     "plain": dict(kernel_size=3),
@@ -37,7 +32,7 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], int | None]] = {
             ),
             k - 1 if outside == "-inf" else None,
         )
-        for outside, smoothing in CHOICES
+        for outside, smoothing in OUTSIDE
         for k in (1, 4, 11)
     },
     **{

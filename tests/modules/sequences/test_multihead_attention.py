@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import MultiheadAttention, SequenceCache
+from tests.helpers.module_inputs import drawn
 
 
 def build(dtype=torch.float64, **options) -> MultiheadAttention:
     torch.manual_seed(0)
     module = MultiheadAttention(**{"embed_dim": 6, "num_heads": 3, **options}).to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module
+    return drawn(module)
 
 
 def draw(*shape: int, dtype=torch.float64) -> torch.Tensor:

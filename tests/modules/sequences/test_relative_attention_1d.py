@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from attn_plugins.modules import RelativeSelfAttention
 from attn_plugins.terms.clipped_distance import clipped_band, weights_by_distance
+from tests.helpers.module_inputs import drawn
 
 CHOICES = [dict(values=values, per_head=per_head) for values in (True, False) for per_head in (False, True)]
 every_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join(k for k in c if c[k]) or "keys")
@@ -21,9 +21,7 @@ every_choice = pytest.mark.parametrize("choice", CHOICES, ids=lambda c: "-".join
 def build(*, dtype=torch.float64, **options) -> RelativeSelfAttention:
     torch.manual_seed(0)
     module = RelativeSelfAttention(**{"embed_dim": 6, "num_heads": 3, "max_distance": 2, **options}).to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module
+    return drawn(module)
 
 
 def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:

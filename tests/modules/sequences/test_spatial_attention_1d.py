@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from attn_plugins.modules import MultiheadSpatialAttention, SequenceCache
+from tests.helpers.module_inputs import drawn
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]
@@ -21,9 +21,7 @@ def build(bits="1111", mode="self", *, dtype=torch.float64, **options) -> Multih
     if mode == "cross":
         options.setdefault("kdim", 5)
     module = MultiheadSpatialAttention(6, 3, bits, causal=mode == "causal", **options).to(dtype)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.7)
-    return module
+    return drawn(module)
 
 
 def inputs(mode, T=5, S=7, B=2, dtype=torch.float64) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.modules import MultiScaleDeformableAttention
+from tests.helpers.module_inputs import drawn
 from tests.ops.deformable_attention.operands import pixel
 
 SHAPES = ((4, 6), (2, 3))
@@ -20,9 +21,7 @@ def module(**options) -> MultiScaleDeformableAttention:
     made = MultiScaleDeformableAttention(
         12, 3, 2, 2, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options}
     )
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return made
+    return drawn(made, 0.3)
 
 
 def inputs(boxes=False, dtype=torch.float64) -> dict[str, Tensor]:

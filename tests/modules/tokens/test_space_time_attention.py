@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from attn_plugins.modules import SpaceTimeSelfAttention
 from attn_plugins.modules.tokens.space_time_attention import STEPS
+from tests.helpers.module_inputs import drawn
 
 C, M = 8, 2
 PATTERNS = list(STEPS)
@@ -19,9 +20,7 @@ def build(pattern="divided", start=False, **options) -> SpaceTimeSelfAttention:
     torch.manual_seed(0)
     made = SpaceTimeSelfAttention(C, M, pattern, **{"dtype": torch.float64, **options})
     if not start:
-        for parameter in made.parameters():
-            nn.init.normal_(parameter, std=0.4)
-    return made.eval()
+        return drawn(made, 0.4).eval()
 
 
 def clip(grid=ODD, P=1, B=2, dtype=torch.float64) -> Tensor:

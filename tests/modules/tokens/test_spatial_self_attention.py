@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.modules import SpatialSelfAttention
+from tests.helpers.module_inputs import OUTSIDE
 
 GRID = (3, 4)
 N, C, M = 12, 8, 2
@@ -142,17 +143,9 @@ def test_tokens_without_a_place(attention_type, options, prefix):
         torch.testing.assert_close(layer(*given, GRID, padding, prefix_tokens=prefix), expected)
 
 
-BILATERAL = [
-    (outside, smoothing)
-    for outside in ("learned", "zero", "min", "mean", "-inf")
-    for smoothing in ("zscore", "sqrt_d")
-    if (outside, smoothing) != ("-inf", "zscore")
-]
-
-
 @pytest.mark.parametrize("spatial_range", [-1, 3, 5])
 @pytest.mark.parametrize("attention_type", ["1000", "1111", "0010", "0000"])
-@pytest.mark.parametrize(("outside", "smoothing"), BILATERAL)
+@pytest.mark.parametrize(("outside", "smoothing"), OUTSIDE)
 def test_predicted_position_logits(attention_type, outside, smoothing, spatial_range):
     """The thesis' Eq. 3.9 to 3.12 with padding, with and without materialised weights."""
     layer = module(attention_type, spatial_range=spatial_range, kernel_size=3, outside=outside, smoothing=smoothing)

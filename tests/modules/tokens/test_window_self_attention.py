@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from attn_plugins import ops
 from attn_plugins.modules import WindowSelfAttention
 from attn_plugins.modules.common import attention
-from attn_plugins.modules.tokens.grid_terms import GridTerms
 from attn_plugins.terms.sine_position import sine_encoding
+from tests.helpers.module_inputs import drawn
 
 C, M = 12, 3
 CASES = [  # map, window, shift
@@ -29,9 +29,7 @@ CASES = [  # map, window, shift
 def layer(dtype=torch.float64, **options) -> WindowSelfAttention:
     torch.manual_seed(0)
     module = WindowSelfAttention(C, M, dtype=dtype, **options)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module.eval()
+    return drawn(module, 0.5).eval()
 
 
 def tokens(size, dtype=torch.float64, B=2) -> Tensor:
@@ -195,9 +193,7 @@ def timm_block(version: str, size, window, shift) -> nn.Module:
         from timm.models.swin_transformer_v2 import SwinTransformerV2Block as Block
     torch.manual_seed(0)
     block = Block(C, size, M, window_size=window, shift_size=shift, always_partition=True).double()
-    for parameter in block.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    return block
+    return drawn(block, 0.3)
 
 
 @pytest.mark.parametrize("version", ["v1", "v2"])
@@ -219,33 +215,23 @@ def test_timms_blocks_and_their_gradients(size, window, shift, version):
 
 
 @pytest.mark.parametrize("window", ["partition", "centred"])
-@pytest.mark.parametrize("added", ["table+bilateral", "table+relative"])
+@pytest.mark.parametrize(
+    "position, more", [("table", "table+bilateral"), ("table", "table+relative"), ("none", "relative")]
+)
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_what_is_added_to_the_table_starts_as_nothing(version, added, window):
+def test_what_is_added_starts_as_nothing_and_loads_what_lacks_it(version, position, more, window):
     torch.manual_seed(0)
     shift = 1 if window == "partition" else 0
-    stock = WindowSelfAttention(C, M, 3, shift, version, window=window)
-    ours = WindowSelfAttention(C, M, 3, shift, version, added, window=window)
+    stock = WindowSelfAttention(C, M, 3, shift, version, position, window=window)
+    ours = WindowSelfAttention(C, M, 3, shift, version, more, window=window)
     ours.load_state_dict(stock.state_dict(), strict=True)
     x = tokens((5, 7), torch.float32)
     torch.testing.assert_close(ours(x), stock(x))
     ours(x).square().sum().backward()
     assert ours.gate.grad.abs().min() > 0
-    again = WindowSelfAttention(C, M, 3, shift, version, added, window=window)
+    again = WindowSelfAttention(C, M, 3, shift, version, more, window=window)
     again.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(again(x), ours(x))
-
-
-def test_relative_starts_without_positions_and_loads_what_lacks_them():
-    torch.manual_seed(0)
-    plain = WindowSelfAttention(C, M, 3, 1, position="none")
-    relative = WindowSelfAttention(C, M, 3, 1, position="relative")
-    relative.load_state_dict(plain.state_dict(), strict=True)
-    x = tokens((6, 6), torch.float32)
-    torch.testing.assert_close(relative(x), plain(x))
-    relative(x).square().sum().backward()
-    assert relative.gate.grad.abs().min() > 0
-    assert isinstance(relative, GridTerms)
 
 
 @torch.no_grad()

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +12,6 @@ from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.criss_cross_attention.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross_attention.operands import Options, Terms
-from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, TOLERANCES, check, definition, needs_triton, randn
 
 pytestmark = [needs_triton, pytest.mark.sampled(3)]
@@ -271,14 +265,12 @@ for variant, kernel in variants(launches(*call(97, 97, 64)(), passes="forward"))
 """
 
 
-def test_another_size_of_map_compiles_nothing(python):
+def test_another_size_of_map_compiles_nothing(compiling):
     """And the forward's kernels compile, for a device that is not there."""
-    python(_COMPILE, TRITON_INTERPRET="0", PYTHONPATH=str(Path(__file__).parents[3]))
+    compiling(_COMPILE)
 
 
-WITHOUT_VALUE = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+WITHOUT_VALUE = """
 import torch
 from attn_plugins.ops import backend
 from attn_plugins.ops.common import triton_launch
@@ -300,8 +292,6 @@ for variant, kernel in variants(recorded).items():
 
 
 @pytest.mark.slow
-def test_compiles_without_the_gradient_of_values():
+def test_compiles_without_the_gradient_of_values(compiling):
     """Both branches are compiled, also that of the values' channels, which no program takes."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", WITHOUT_VALUE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    compiling(WITHOUT_VALUE)

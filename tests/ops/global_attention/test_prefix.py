@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, global_attention
 from attn_plugins.ops.global_attention.prefix import corner
+from tests.ops.global_attention.operands import COMBINATIONS
 
-COMBINATIONS = list(itertools.product((True, False), repeat=4))
 B, M, D, DV, GRID, KEYS = 2, 2, 3, 4, (2, 3), (3, 4)
 
 

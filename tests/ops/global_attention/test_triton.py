@@ -13,14 +13,13 @@ from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.conftest import ROOT
 from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn, results_and_gradients
+from tests.ops.global_attention.operands import COMBINATIONS
 
 pytestmark = [needs_triton, pytest.mark.sampled(4, every_value=False)]
 OPTIONS = Options(0.7)
 LOGITS = ("row_logits", "column_logits", "key_logits")
 NAMES = ("query", "key", "value", *LOGITS)
-COMBINATIONS = list(itertools.product((True, False), repeat=4))  # of content, row, column and key logits
 interpreted = pytest.mark.skipif(DEVICE == "cuda", reason="what torch dispatches to differs")
 
 
@@ -259,9 +258,7 @@ def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
     assert triton_global.refuses(without, Options(1.0)) is None
 
 
-COMPILED = f"""
-import sys
-sys.path.insert(0, {str(ROOT)!r})
+COMPILED = """
 import torch
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options
@@ -273,9 +270,9 @@ def variants(*maps, dtype=torch.float16, present="1111"):
 """
 
 
-def test_another_map_needs_no_other_binary(python):
+def test_another_map_needs_no_other_binary(compiling):
     """Launches of tensors without contents, in a process where kernels are compiled, not interpreted."""
-    python(
+    compiling(
         COMPILED
         + """
 for dtype in (torch.float32, torch.float16):
@@ -291,14 +288,13 @@ for W in range(1, 140):
     everything |= variants((7, 2 * W), (5, W))
 forwards = [variant for variant in everything if variant.kernel == "forward"]
 assert len(forwards) <= 10, len(forwards)  # five widths of tiles, logits read one or eight at a time
-""",
-        TRITON_INTERPRET="0",
+"""
     )
 
 
-def test_ahead_of_time(python, tmp_path):
+def test_ahead_of_time(compiling, tmp_path):
     """Compile for a device that is not here."""
-    python(
+    compiling(
         COMPILED
         + """
 from tests.helpers.triton_compile import compiled, launches, variants
@@ -306,19 +302,17 @@ for variant, kernel in variants(launches(*everywhere(2, 4, (50, 84), (25, 42), 3
     row = compiled(variant, kernel, 90)
     assert row["spills"] == 0 and row["shared"] <= 99 << 10, row
 """,
-        TRITON_INTERPRET="0",
         TRITON_CACHE_DIR=os.fspath(tmp_path / "cache"),
     )
 
 
-def test_large_tensors_have_offsets_of_64_bits(python):
-    python(
+def test_large_tensors_have_offsets_of_64_bits(compiling):
+    compiling(
         COMPILED
         + """
 for variant in variants((4, 4), (4, 4)):
     assert dict(variant.constants)["LONG"] is False
 for variant in compiled_variants(everywhere(1, 4, (2**13, 2**13), (4, 4), 32, torch.float16)):
     assert dict(variant.constants)["LONG"] is True, variant
-""",
-        TRITON_INTERPRET="0",
+"""
     )

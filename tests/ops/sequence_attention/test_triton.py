@@ -251,7 +251,7 @@ def call(T, S, K, start, d=64, B=2, M=4, causal=False):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="launches are recorded in a process of their own")
-def test_no_length_is_compiled_for(python):
+def test_no_length_is_compiled_for(compiling):
     """Twenty lengths compile what one does; short queries and keys have tiles of their own.
 
     Batch and heads do not matter.
@@ -269,13 +269,13 @@ for n in range(1, 70):
 assert len(every) == 6, len(every)
 """
     )
-    python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
+    compiling(code)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled ahead of time in a process of their own")
 @pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile_without_spills(python, capability):
+def test_kernels_compile_without_spills(compiling, capability):
     code = (
         VARIANTS
         + f"\ncapability = {capability}\n"
@@ -291,12 +291,4 @@ for T, S, K, causal, passes in ((200, 300, 21, True, "forward"), pairs, windows)
         assert row["shared"] <= 99 * 1024, row
 """
     )
-    python(code, TRITON_INTERPRET="0", PYTHONPATH=_path())
-
-
-def _path() -> str:
-    """Where the package, the tests' helpers and the tools are."""
-    import os
-    import sys
-
-    return os.pathsep.join(sys.path)
+    compiling(code)
