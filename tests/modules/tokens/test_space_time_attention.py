@@ -20,7 +20,8 @@ def build(pattern="divided", start=False, **options) -> SpaceTimeSelfAttention:
     torch.manual_seed(0)
     made = SpaceTimeSelfAttention(C, M, pattern, **{"dtype": torch.float64, **options})
     if not start:
-        return drawn(made, 0.4).eval()
+        drawn(made, 0.4)
+    return made.eval()
 
 
 def clip(grid=ODD, P=1, B=2, dtype=torch.float64) -> Tensor:
