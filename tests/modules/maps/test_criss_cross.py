@@ -47,6 +47,7 @@ def by_loops(module: CrissCrossAttention2d, image: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("size", [(4, 5), (6, 3), (1, 4), (4, 1), (1, 1)])
 def test_equals_the_formula(position, size, scale):
     module = build(position, size=size, scale=scale)
+    assert module.scale == scale
     image = torch.randn(1, 6, *size, dtype=torch.float64)
     torch.testing.assert_close(module(image), by_loops(module, image))
 
