@@ -306,9 +306,12 @@ def test_who_drops_or_looks_at_weights_gets_upstreams():
     torch.testing.assert_close(layer(x, (5, 7)), expected, rtol=0, atol=0)
     layer.eval()
     expected, seen = layer(x, (5, 7)), []
-    layer.w_msa.softmax.register_forward_hook(lambda *call: seen.append(call[2].shape))
+    forward = layer.w_msa.softmax.register_forward_hook(lambda *call: seen.append(call[2].shape))
     torch.testing.assert_close(layer(x, (5, 7)), expected)
-    assert seen == [(4, 3, 25, 25)]
+    forward.remove()
+    layer.w_msa.softmax.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
+    layer(x, (5, 7)).sum().backward()
+    assert seen == [(4, 3, 25, 25)] * 2
 
 
 def test_a_toolkit_that_is_imported_later(python):
