@@ -98,7 +98,8 @@ def check_name(path: Path) -> None:
         backbone = MODELS.build(config.model.backbone)
     attention = {n for n, m in backbone.named_modules() if isinstance(m, GeneralizedAttention2d)}
     deformable = {n for n, m in backbone.named_modules() if isinstance(m, DeformableConv2d)}
-    blocks = [f"layer3.{n}" for n in range(6)] + [f"layer4.{n}" for n in range(3)]
+    other_stage = {"layer2": 4} if "-c4" in path.stem else {"layer4": 3}
+    blocks = [f"{stage}.{n}" for stage, count in {"layer3": 6, **other_stage}.items() for n in range(count)]
     assert deformable == ({f"{b}.conv2" for b in blocks} if "-dcn" in path.stem else set()), path.stem
     assert attention == ({f"{b}.gen_attention_block" for b in blocks} if "-attn" in path.stem else set()), path.stem
     dynamic = {n.rpartition(".")[0]: m for n, m in backbone.named_modules() if isinstance(m, DynamicConv2d)}
@@ -129,5 +130,5 @@ def test_offsets_learn_at_a_tenth_of_the_rate():
         names = {id(p): name for name, p in model.named_parameters()}
         for group in build_optim_wrapper(model, copy.deepcopy(config.optim_wrapper)).param_groups:
             rates.update({names.get(id(p)): group["lr"] for p in group["params"]})  # mmengine adds a dummy parameter
-        offset, weight = (rates["backbone.layer4.2.conv2.conv_offset.weight"], rates["backbone.layer4.2.conv2.weight"])
+        offset, weight = (rates["backbone.layer3.5.conv2.conv_offset.weight"], rates["backbone.layer3.5.conv2.weight"])
         assert offset == pytest.approx(0.1 * weight), path.stem

@@ -64,9 +64,9 @@ def test_sides_and_turns(monkeypatch, tmp_path):
     drawn = []
     real = tool.draw_digit
 
-    def draw_digit(rng, sample, side, turn):
+    def draw_digit(rng, sample, side, turn, shear):
         drawn.append((side, turn))
-        return real(rng, sample, side, turn)
+        return real(rng, sample, side, turn, shear)
 
     monkeypatch.setattr(tool, "draw_digit", draw_digit)
     recipe = tool.Recipe(train=24, val=8, seed=3, sides=(14, 100), turn=60.0)
@@ -91,3 +91,18 @@ def test_the_largest_turned_digit_fits_every_image():
     for _ in range(20):
         opacity = tool.draw_digit(rng, full, tool.LARGEST, 180.0)
         assert max(opacity.shape) <= min(min(size) for size in tool.SIZES)
+
+
+def test_a_shear_slants_by_columns_a_row():
+    stroke = np.zeros((8, 8))
+    stroke[:, 3:5] = 1
+
+    class Most:
+        def uniform(self, low, high):
+            return high if high == 0.5 else 0.0  # the shear, not the turn
+
+    upright, slanted = (tool.draw_digit(Most(), stroke, 80, 60.0, shear) for shear in (0.0, 0.5))
+    middles = [np.flatnonzero(row > 0.5).mean() for row in slanted]
+    assert np.polyfit(range(len(middles)), middles, 1)[0] == pytest.approx(-0.5, abs=0.02)
+    assert slanted.shape[0] == upright.shape[0]
+    assert slanted.sum() == pytest.approx(upright.sum(), rel=0.02)

@@ -31,6 +31,7 @@ WRONG = [
     (digits_on_photographs, "--sides 40 20", "sides must be two rising numbers from 10 to 100 pixels, got (40, 20)"),
     (digits_on_photographs, "--sides 20 101", "sides must be two rising numbers from 10 to 100 pixels, got (20, 101)"),
     (digits_on_photographs, "--turn 181", "turn must be between 0 and 180 degrees, got 181.0"),
+    (digits_on_photographs, "--shear -0.1", "shear must be between 0 and 1 columns a row, got -0.1"),
     (moving_digits, "--train 0", "train must be at least 1, got 0"),
     (moving_digits, "--frames 1", "frames must be at least 2, got 1"),
     (moving_digits, "--height 33", "height must be even and at least 32 pixels, got 33"),

@@ -84,6 +84,9 @@ def test_settings_are_networks(tmp_path):
     paddings = sizes("paddings")
     order = ("cc", "k-3", "learned-zscore", "k-31")
     assert [paddings[name][1] for name in order] == sorted(paddings[name][1] for name in order)
+    deformed = sizes("deformed-detection")
+    assert len(set(deformed.values())) == len(deformed)
+    assert deformed["1111"][1] > deformed["0010+deformable"][1] > deformed["deformable"][1] > deformed["plain"][1]
     detection = sizes("detection")
     assert max(detection[n][0] for n in ("detr", "deformable-detr-1level")) < 1.1 * detection["detr"][0]
 
@@ -196,6 +199,7 @@ def test_a_failing_command_is_named(crops, tmp_path, capsys):
     [
         ("sharing", "i-shared-refined", "train_cfg.max_iters=4 train_cfg.val_interval=4"),
         ("deformable", "0010+deformable", f"{EPOCH} model.test_cfg.score_thr=0.0"),
+        ("deformed-detection", "0010+deformable", f"{EPOCH} model.test_cfg.score_thr=0.0"),
         ("detection", "mask2former-20e", EPOCH),
     ],
 )

@@ -18,8 +18,9 @@ scale and rotation vary as in photographs::
     python -m tools.datasets.digits_on_photographs data/digits_varied --sides 14 100 --turn 60
 
 The side is then log-uniform between the two, so that as many objects have 14 to 28 pixels as 28 to 56 (as in
-photographs, most objects are small), and the rotation is uniform in ±60 degrees (beyond 90, a six can be a nine). A
-digit without a free place is left out, which happens to large ones more often.
+photographs, most objects are small), and the rotation is uniform in ±60 degrees (beyond 90, a six can be a nine).
+``--shear 0.4`` slants digits as well, by up to 0.4 columns a row. A digit without a free place is left out, which
+happens to large ones more often.
 
 The same recipe gives the same bytes on every run.
 """
@@ -65,6 +66,7 @@ class Recipe(BaseRecipe):
         None, "sides of digits in pixels, log-uniform; see above", type=int, nargs=2, metavar=("MIN", "MAX")
     )
     turn: float | None = option(None, "maximum rotation of digits, either way", type=float, metavar="DEGREES")
+    shear: float | None = option(None, "maximum slant of digits, either way", type=float, metavar="COLUMNS")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,6 +74,8 @@ class Recipe(BaseRecipe):
             raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
         if self.turn is not None and not 0 <= self.turn <= 180:
             raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
+        if self.shear is not None and not 0 <= self.shear <= 1:
+            raise ValueError(f"shear must be between 0 and 1 columns a row, got {self.shear}")
 
     def side(self, rng: np.random.Generator) -> int:
         """Draw a digit's side in pixels."""
@@ -133,10 +137,10 @@ def compose(
     while len(objects) < wanted:
         which = rng.integers(len(samples))
         turn = TURN if recipe.turn is None else recipe.turn
-        opacity = draw_digit(rng, samples[which], recipe.side(rng), turn)
+        opacity = draw_digit(rng, samples[which], recipe.side(rng), turn, recipe.shear or 0.0)
         place = free_place(rng, taken, opacity.shape)
         if place is None:
-            wanted -= 1  # crowded: fewer digits; there is always room for the first one
+            wanted = max(1, wanted - 1)  # crowded: fewer digits, but at least one
             continue
         (top, left), (height, width) = place, opacity.shape
         colour = contrasting_colour(rng, canvas[top : top + height, left : left + width])

@@ -34,9 +34,18 @@ def digit_samples() -> tuple[np.ndarray, np.ndarray]:
     return digits.images / 16.0, digits.target
 
 
-def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int, turn: float = TURN) -> np.ndarray:
-    """Return the opacity of an 8x8 sample at ``side`` pixels, rotated by up to ``turn`` degrees, cropped to its ink."""
+def draw_digit(
+    rng: np.random.Generator, sample: np.ndarray, side: int, turn: float = TURN, shear: float = 0.0
+) -> np.ndarray:
+    """Return the opacity of an 8x8 sample at ``side`` pixels, deformed and cropped to its ink.
+
+    It is slanted by up to ``shear`` columns a row and then rotated by up to ``turn`` degrees, either way.
+    """
     coarse = Image.fromarray((sample * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+    if shear:
+        slant = rng.uniform(-shear, shear)
+        wide, affine = side + round(abs(slant) * side), (1, slant, -max(slant, 0.0) * side, 0, 1, 0)
+        coarse = coarse.transform((wide, side), Image.Transform.AFFINE, affine, Image.Resampling.BILINEAR)
     turned = coarse.rotate(rng.uniform(-turn, turn), Image.Resampling.BILINEAR, expand=True)
     opacity = np.clip((np.asarray(turned, float) / 255 - 0.25) / 0.3, 0, 1)  # blur -> an edge
     rows, columns = np.flatnonzero(opacity.max(1) > 0.5), np.flatnonzero(opacity.max(0) > 0.5)

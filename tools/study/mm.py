@@ -49,14 +49,14 @@ def read_log(folder: Path, epochs: bool, curves: dict[str, str]) -> dict[str, An
     }
 
 
-def keep_backbone(folder: Path) -> None:
-    """Write the backbone's weights of a finished training to ``backbone.pth``."""
+def keep_weights(folder: Path, prefix: str) -> None:
+    """Write those weights of a finished training whose names begin with ``prefix`` to ``backbone.pth``."""
     import torch
 
     last = folder / Path((folder / "last_checkpoint").read_text(encoding="utf-8").strip()).name
     weights = torch.load(last, map_location="cpu", weights_only=False)["state_dict"]
-    backbone = {key: value for key, value in weights.items() if key.startswith("backbone.")}
-    write(folder / "backbone.pth", lambda partial: torch.save({"state_dict": backbone}, partial))
+    chosen = {key: value for key, value in weights.items() if key.startswith(prefix)}
+    write(folder / "backbone.pth", lambda partial: torch.save({"state_dict": chosen}, partial))
 
 
 def one_class(data: Path) -> None:
@@ -74,7 +74,9 @@ def one_class(data: Path) -> None:
 class MM:
     """Trainings of mmdet or mmsegmentation.
 
-    A setting's options are a config, a name of ``configs/TOOLKIT/digits`` or a path, and ``--cfg-options``.
+    A setting's options are a config, a name of ``configs/TOOLKIT/digits`` or a path, and ``--cfg-options``. All start
+    with weights of ``pretrained``, a config that is trained on ``pretraining``: a folder ``data`` and its ``recipe``,
+    by default ``digits``, and the prefix of the weights to ``keep``, by default those of the backbone.
     """
 
     needs = ("mmcv", "mmengine", "sklearn", "skimage", "pycocotools", "matplotlib")
@@ -84,12 +86,14 @@ class MM:
         self.facts = (self.toolkit, "mmcv", "mmengine")
         self.folder, self.more = (options.data or ROOT / "data").resolve(), options.train
         self.data, self.recipe = self.folder / study.data["data"], Recipe(**study.data.get("recipe", {}))
+        first = {"data": "digits", "recipe": {}, "keep": "backbone.", **study.data.get("pretraining", {})}
+        self.first, self.first_recipe, self.keep = self.folder / first["data"], Recipe(**first["recipe"]), first["keep"]
 
     def prepare(self, runs: list[Run]) -> None:
-        """Check the configs, make missing data sets and train the backbone with which every setting starts."""
+        """Check the configs, make missing data sets and train the weights with which every setting starts."""
         for one in runs:
             self.config_file(self.options(one)[0])
-        for folder, recipe in {self.folder / "digits": Recipe(), self.data: self.recipe}.items():
+        for folder, recipe in {self.first: self.first_recipe, self.data: self.recipe}.items():
             if not (folder / "recipe.json").is_file():
                 print(f"making {folder}", flush=True)
             try:
@@ -101,10 +105,10 @@ class MM:
         folder = self.output / "pretrained"
         options = [self.study.data["pretrained"], *shlex.split(self.more)]
         if not kept(folder / "result.json", options):
-            print(f"training the backbone, see {folder / 'train.log'}", flush=True)
+            print(f"training the weights to start with, see {folder / 'train.log'}", flush=True)
             shutil.rmtree(folder, ignore_errors=True)
-            self.call([options[0], *self.data_options(self.folder / "digits"), *options[1:]], 0, folder)
-            keep_backbone(folder)
+            self.call([options[0], *self.data_options(self.first), *options[1:]], 0, folder)
+            keep_weights(folder, self.keep)
             write_text(folder / "result.json", json.dumps({"setting": "pretrained", "options": options}))
 
     def config_file(self, name: str) -> Path:

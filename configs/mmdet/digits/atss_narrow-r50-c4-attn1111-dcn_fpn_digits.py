@@ -1,0 +1,5 @@
+# The same with "1111 + deformable" in conv3 and conv4.
+_base_ = "./atss_narrow-r50-c4_fpn_digits.py"
+attention = dict(_base_.attention, attention_type="1111")
+model = dict(backbone=dict(plugins=[dict(_base_.after_conv2, cfg=attention)], **_base_.deformable))
+optim_wrapper = dict(paramwise_cfg=_base_.offsets_learn_slowly)
