@@ -28,7 +28,7 @@ LAYER_OF = {
     "ccnet-dynamic": modules.DynamicConv2d,
     "unet-ba": modules.LocalBilateralConv2d,
 }
-PLAIN = ("nl_r", "cc_r", "ccnet-none", "deeplabv3plus-j", "unet_", "fcn_")
+PLAIN = ("nl_r", "cc_r", "ccnet-none", "deeplabv3plus-j", "deeplabv3plus-plain", "unet_", "fcn_")
 
 
 def load(path: Path) -> Config:
@@ -101,6 +101,36 @@ def test_a_config_trains_and_infers(path):
     with torch.no_grad():
         results = model.test_step(pictures(classes))
     assert [tuple(result.pred_sem_seg.data.shape) for result in results] == [(1, *SIZE)] * 2
+
+
+def test_an_inserted_layer_changes_nothing_at_first():
+    config = load(ROOT / "configs/mmseg/digits/deeplabv3plus-plain_narrow-r18_masks.py")
+    plain = MODELS.build(config.model).eval()
+    x = torch.randn(1, 3, *SIZE)
+    for fusion in (None, dict(type="LocalBilateralConv2d", num_heads=8, shared=True, iterations=3)):
+        config.model.decode_head.update(inserted=True, fusion_cfg=fusion)
+        model = MODELS.build(config.model).eval()
+        missing, unexpected = model.load_state_dict(plain.state_dict(), strict=False)
+        assert not unexpected
+        assert all(name.startswith("decode_head.sep_bottleneck.1.") for name in missing)
+        assert torch.equal(model(x, mode="tensor"), plain(x, mode="tensor"))
+        model.train()
+        training_step(model, config.optim_wrapper, pictures(2))
+        assert model.decode_head.sep_bottleneck[1].gate.abs() > 0
+
+
+def test_boundaries_of_shifted_squares():
+    from attn_plugins.mmcv.boundary import BoundaryMetric
+
+    def mask(left: int) -> dict:
+        labels = torch.zeros(1, 12, 16, dtype=torch.long)
+        labels[0, 3:8, left : left + 5] = 4
+        return {"data": labels}
+
+    for shift, tolerance, score in ((0, 0, 100.0), (1, 1, 100.0), (1, 0, 50.0), (3, 1, 56.25)):
+        metric = BoundaryMetric(tolerance)
+        metric.process(None, [{"pred_sem_seg": mask(2 + shift), "gt_sem_seg": mask(2)}])
+        assert metric.compute_metrics(metric.results)["F"] == pytest.approx(score), (shift, tolerance)
 
 
 def test_a_config_has_the_layers_of_its_name():

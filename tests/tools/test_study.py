@@ -201,6 +201,7 @@ def test_a_failing_command_is_named(crops, tmp_path, capsys):
         ("deformable", "0010+deformable", f"{EPOCH} model.test_cfg.score_thr=0.0"),
         ("deformed-detection", "0010+deformable", f"{EPOCH} model.test_cfg.score_thr=0.0"),
         ("detection", "mask2former-20e", EPOCH),
+        ("boundaries", "i-shared-refined", "train_cfg.max_iters=4 train_cfg.val_interval=4"),
     ],
 )
 def test_detectors_and_segmentors(name, setting, short, tmp_path, monkeypatch):

@@ -59,9 +59,22 @@ def keep_weights(folder: Path, prefix: str) -> None:
     write(folder / "backbone.pth", lambda partial: torch.save({"state_dict": chosen}, partial))
 
 
+def save_mask(labels: Path, target: Path) -> None:
+    """Write a label image with all labels but 0 as 1."""
+    import numpy as np
+    from PIL import Image
+
+    Image.fromarray((np.asarray(Image.open(labels)) > 0).astype(np.uint8)).save(target, "png")
+
+
 def one_class(data: Path) -> None:
-    """Write the COCO annotations of a set with the one class ``digit`` beside those of ten, once."""
+    """Write the COCO annotations and label images of a set with the one class ``digit`` beside those of ten, once."""
     for part in ("train", "val"):
+        masks = data / f"one_class/{part}"
+        masks.mkdir(parents=True, exist_ok=True)
+        for file in (data / f"semantic/{part}").glob("*.png"):
+            if not (masks / file.name).is_file():
+                write(masks / file.name, lambda partial, file=file: save_mask(file, partial))
         target = data / f"annotations/one_class_{part}.json"
         if not target.is_file():
             content = json.loads((data / f"annotations/{part}.json").read_text(encoding="utf-8"))
