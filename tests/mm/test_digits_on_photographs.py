@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from mmdet.datasets import CocoDataset
 from PIL import Image
 
