@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from attn_plugins.ops.common import plans
 from tests.conftest import ROOT
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulation.kernels import EMULATION, load
@@ -17,6 +18,12 @@ from tests.ops.sequence_attention.operands import taking
 
 # cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(autouse=True)
+def no_plans(monkeypatch):
+    """Let no test repeat what another's choices were."""
+    monkeypatch.setattr(plans, "_plans", {})
 
 
 @pytest.fixture

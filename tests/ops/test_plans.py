@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from attn_plugins.ops.common import backends, plans
+from attn_plugins.ops.common import backends, plans, tuned
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
@@ -22,11 +22,6 @@ CALLS = {
     "band": (sequence_attention, [(*SEQUENCE, 16)] * 3 + [(*SEQUENCE, 3), SEQUENCE, None], (MASK, 0, False, 0.5)),
     "pairs": (sequence_attention, [(*SEQUENCE, 8)] * 3 + [None, None, (1, 1, 12, 12)], (None, 0, True, 1.0)),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def empty(monkeypatch):
-    monkeypatch.setattr(plans, "_plans", {})
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -63,6 +58,19 @@ def test_a_plan_is_of_one_kind_of_call():
             expected = ops.sequence_attention(**calls[n])
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
     assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 6
+
+
+def test_what_is_chosen_anew_is_no_plan(monkeypatch):
+    call = [randn(1, 1, 3, 4, seed=seed) for seed in range(3)]
+    for windows in ("0", "1"):
+        monkeypatch.setenv("ATTN_PLUGINS_WINDOWS", windows)
+        for _ in range(2):
+            with backends.backend("triton"):
+                ops.sequence_attention(*call)
+    assert len(plans._plans) == 2
+    with tuned.trying("sequence_attention/tf32/64/forward", (16, 16, 4, 1)), backends.backend("triton"):
+        monkeypatch.setattr(plans.Plan, "repeat", None)
+        ops.sequence_attention(*call)
 
 
 def test_no_more_kinds_are_kept_than_there_is_room_for(monkeypatch):

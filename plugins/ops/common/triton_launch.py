@@ -25,11 +25,12 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from . import backends, plans
+from . import backends, plans, tuned
 
 NAME = "triton"
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
 LONGEST_GRID = 2**31 - 1
+SWITCHES = ("ATTN_PLUGINS_WINDOWS", "ATTN_PLUGINS_FOLD")  # variables of the environment that backends read
 
 
 class Launch(NamedTuple):
@@ -141,10 +142,11 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
 def state(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what launches for ``tensor`` depend on beside arguments, or None where no plan is to be made of them."""
     forced = backends.forced()
-    if not (tensor.is_cuda or forced == NAME) or _recording is not None:
+    if not (tensor.is_cuda or forced == NAME) or _recording is not None or tuned.tries():
         return None
     exact = tensor.dtype != torch.float32 or not _tf32_is_allowed()
-    return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
+    switches = map(os.environ.get, SWITCHES)
+    return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact, *switches
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:

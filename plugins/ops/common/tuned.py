@@ -55,6 +55,11 @@ def trying(name: str, value: Any) -> Iterator[None]:
         _tried.update(before)
 
 
+def tries() -> bool:
+    """Return True within :func:`trying`."""
+    return bool(_tried)
+
+
 @cache
 def _measured(index: int) -> dict[str, Any]:
     capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
