@@ -30,7 +30,6 @@ from . import backends, plans, tuned
 NAME = "triton"
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
 LONGEST_GRID = 2**31 - 1
-SWITCHES = ("ATTN_PLUGINS_WINDOWS", "ATTN_PLUGINS_FOLD")  # variables of the environment that backends read
 
 
 class Launch(NamedTuple):
@@ -145,8 +144,7 @@ def state(tensor: Tensor) -> tuple[Any, ...] | None:
     if not (tensor.is_cuda or forced == NAME) or _recording is not None or tuned.tries():
         return None
     exact = tensor.dtype != torch.float32 or not _tf32_is_allowed()
-    switches = map(os.environ.get, SWITCHES)
-    return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact, *switches
+    return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
 
 
 def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...] | None:
