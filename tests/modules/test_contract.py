@@ -206,7 +206,7 @@ def test_state_dict_copy_and_pickle(name, device):
             torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sampled(12, every_value=False)
+@pytest.mark.sampled(8, every_value=False)
 @every_device
 @every_variant
 def test_compiled(name, device):
@@ -217,7 +217,7 @@ def test_compiled(name, device):
     check_module(made(name), inputs(name), device, torch.float32, compiled=compiled)
 
 
-@pytest.mark.sampled(24, every_value=False)
+@pytest.mark.sampled(16, every_value=False)
 # torch's guards on the sizes of named tuples' fields are no valid Python.
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "GatedBilateralController"])
 def test_exported(name):

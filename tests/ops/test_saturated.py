@@ -90,7 +90,7 @@ INTERPRETED = [
 
 
 @needs_triton
-@pytest.mark.sampled(9, every_value=False)
+@pytest.mark.sampled(6, every_value=False)
 @SIZES
 @pytest.mark.parametrize(
     "operator, keys, dtype, windows", INTERPRETED, ids=lambda given: getattr(given, "__name__", str(given))
