@@ -9,10 +9,14 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import Bottleneck, ResNet
 from torch import Tensor, nn
 
+from ..modules.maps.bilateral import BilateralCrissCross2d
+from ..modules.maps.criss_cross import CrissCross, CrissCrossAttention2d
 from ..modules.maps.deformable_conv import DeformableConv2d
 from ..modules.maps.dynamic_conv import DynamicConv2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d
 from .conventions import imagenet_cfg, initialise_ours
+
+CRISS_CROSS: dict[str, type[CrissCross]] = {"cc": CrissCrossAttention2d, "bi-cc": BilateralCrissCross2d}
 
 
 class AttendedBottleneck(Bottleneck):
@@ -23,10 +27,11 @@ class AttendedBottleneck(Bottleneck):
 
     Args:
         attention_type: The four bits of :class:`GeneralizedAttention2d`; ``'dynamic'`` for :class:`DynamicConv2d`;
-            ``'none'`` for neither.
+            ``'cc'`` for :class:`CrissCrossAttention2d`; ``'bi-cc'`` for :class:`BilateralCrissCross2d`; ``'none'``.
         spatial_range: n_k, odd: the side of the window of keys, or of the dynamic kernel; -1 for all keys.
         deformable: Replace the 3×3 convolution by a deformable one.
         num_heads: Number of heads.
+        attention_args: Further arguments of the attention, such as ``outside`` of ``'bi-cc'``.
 
     Shapes:
         (B, inplanes, H, W) -> (B, 4 * planes, H / stride, W / stride)
@@ -39,20 +44,22 @@ class AttendedBottleneck(Bottleneck):
         spatial_range: int = -1,
         deformable: bool = False,
         num_heads: int = 8,
+        attention_args: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         options: dict[str, Any] = dict(device=kwargs.get("device"), dtype=kwargs.get("dtype"))
+        own = {**(attention_args or {}), **options}
         conv: Any = self.conv2
         self.attention: nn.Module | None = None
         if attention_type == "dynamic":
             if spatial_range < 1:
                 raise ValueError(f"spatial_range must be n_k of attention_type 'dynamic', odd, got {spatial_range!r}")
-            self.attention = DynamicConv2d(conv.out_channels, spatial_range, **options)
+            self.attention = DynamicConv2d(conv.out_channels, spatial_range, **own)
+        elif attention_type in CRISS_CROSS:
+            self.attention = CRISS_CROSS[attention_type](conv.out_channels, **own)
         elif attention_type != "none":
-            self.attention = GeneralizedAttention2d(
-                conv.out_channels, num_heads, attention_type, spatial_range, **options
-            )
+            self.attention = GeneralizedAttention2d(conv.out_channels, num_heads, attention_type, spatial_range, **own)
         if deformable:
             self.conv2 = DeformableConv2d(  # type: ignore[assignment]
                 conv.in_channels,
@@ -87,6 +94,11 @@ class AttendedResNet(ResNet):
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
         initialise_ours(self)
+        for module in self.modules():
+            if isinstance(module, CrissCross):
+                for layer in module.modules():
+                    if isinstance(layer, nn.Conv2d):
+                        layer.reset_parameters()
 
 
 default_cfgs = generate_default_cfgs(
@@ -94,12 +106,9 @@ default_cfgs = generate_default_cfgs(
 )
 
 
-def _create(
-    variant: str, pretrained: bool, attention_type: str, deformable: bool, spatial_range: int = -1, **kwargs: Any
-) -> AttendedResNet:
-    attended = partial(
-        AttendedBottleneck, attention_type=attention_type, spatial_range=spatial_range, deformable=deformable
-    )
+def _create(variant: str, pretrained: bool, attention_type: str, deformable: bool, **kwargs: Any) -> AttendedResNet:
+    own = {name: kwargs.pop(name) for name in ("spatial_range", "attention_args") if name in kwargs}
+    attended = partial(AttendedBottleneck, attention_type=attention_type, deformable=deformable, **own)
     attended.expansion = Bottleneck.expansion  # type: ignore[attr-defined]
     arguments = dict(block=(Bottleneck, Bottleneck, attended, attended), layers=(3, 4, 6, 3))
     return build_model_with_cfg(AttendedResNet, variant, pretrained, **{**arguments, **kwargs})
@@ -111,7 +120,8 @@ def attn_resnet50(
 ) -> AttendedResNet:
     """Create a ResNet-50 with attention and optional deformable convolutions in conv4 and conv5.
 
-    ``attention_type``, ``deformable`` and ``spatial_range`` are those of :class:`AttendedBottleneck`.
+    ``attention_type``, ``deformable``, ``spatial_range`` and ``attention_args`` are those of
+    :class:`AttendedBottleneck`.
     """
     return _create("attn_resnet50", pretrained, attention_type, deformable, **kwargs)
 

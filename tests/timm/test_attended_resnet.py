@@ -16,6 +16,7 @@ from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: 
 from attn_plugins.modules.maps.dynamic_conv import DynamicConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 from attn_plugins.timm import param_groups  # noqa: E402
+from attn_plugins.timm.attended_resnet import CRISS_CROSS  # noqa: E402
 
 MODELS = timm.list_models(module="attended_resnet")
 NEW_LAYERS = (".attention.", ".conv2.conv_offset.")
@@ -92,18 +93,37 @@ def test_options_reach_the_blocks():
 
 
 @pytest.mark.parametrize(
-    "attention_type, deformable", [("none", False), ("none", True), ("0100", False), ("dynamic", False)]
+    "attention_type, deformable",
+    [("none", False), ("none", True), ("0100", False), ("dynamic", False), ("cc", False), ("bi-cc", False)],
 )
 def test_layers_of_the_attention_type(attention_type, deformable):
     options = dict(attention_type=attention_type, deformable=deformable, spatial_range=5)
     block = timm.create_model("attn_resnet50", layers=[1, 1, 1, 1], **options).layer3[0]
-    kinds = {"none": type(None), "0100": GeneralizedAttention2d, "dynamic": DynamicConv2d}
+    kinds = {"none": type(None), "0100": GeneralizedAttention2d, "dynamic": DynamicConv2d, **CRISS_CROSS}
     assert type(block.attention) is kinds[attention_type]
     assert isinstance(block.conv2, DeformableConv2d) == deformable
     if attention_type == "0100":
         assert block.attention.spatial_range == 5
     if attention_type == "dynamic":
         assert block.attention.kernel_size == (5, 5)
+
+
+def test_criss_cross_starts_without_effect_and_learns():
+    """Its projections keep PyTorch's initialisation, and its arguments reach it."""
+    options = dict(layers=[1, 1, 1, 1], num_classes=5, zero_init_last=False)
+    plain, model = (
+        timm.create_model("attn_resnet50", attention_type=kind, **own, **options)
+        for kind, own in (("none", {}), ("bi-cc", {"attention_args": {"outside": "zero", "kernel_size": 5}}))
+    )
+    attention = model.layer3[0].attention
+    assert (attention.outside, attention.kernel_size) == ("zero", (5, 5))
+    assert attention.value_conv.weight.abs().max() <= attention.in_channels**-0.5
+    model.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(2, 3, 64, 96)
+    assert torch.equal(model.eval()(x), plain.eval()(x))
+    torch.nn.init.ones_(attention.gamma.scale)
+    model.train()(x).square().sum().backward()
+    assert all(parameter.grad.any() for name, parameter in attention.named_parameters() if name != "key_conv.bias")
 
 
 def test_dynamic_needs_a_range():

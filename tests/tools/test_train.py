@@ -329,6 +329,33 @@ def test_only_positions_tell_arrangements_apart():
         assert torch.allclose(logits, logits[:1], rtol=1e-9, atol=0) == (position == "none")
 
 
+@pytest.mark.parametrize("apart", [(11, 15), (25, 28)])
+def test_only_attention_tells_the_marked_digit(apart, monkeypatch):
+    """In the other digit's line the square marks that one, and convolutions see no difference between the pictures."""
+    draw = image_folders.arranged
+    monkeypatch.setattr(image_folders, "arranged", lambda *placed: placed)
+    known = {pixels.tobytes(): (half, name) for half, name, pixels in image_folders.digits()}
+    models = {}
+    for kind in ("none", "cc"):
+        changes = [f"model_args.attention_type={kind}", "model_args.zero_init_last=false"]
+        models[kind] = create_model(load(ROOT / "configs/timm/marked_digits.yaml", changes), 10).double().eval()
+    torch.nn.init.ones_(models["cc"].layer3[0].attention.gamma.scale)
+    for half, name, (parts, corners) in image_folders.marked(1, 1, apart, 0):
+        assert [known[part.tobytes()] == (half, name) for part in parts[1:]] == [True, False]
+        line = int(corners[0][0] != corners[1][0])  # the axis that square and digit share
+        steps = np.abs(corners[1:] - corners[0]) // 4
+        assert steps[0, line] == 0
+        assert steps[1, line] >= 6
+        assert all(apart[0] <= step <= apart[1] for step in steps[:, 1 - line])
+        moved = np.array(corners)
+        moved[0, line] = corners[2][line]
+        images = torch.from_numpy(np.stack([draw(parts, corners), draw(parts, moved)])).permute(0, 3, 1, 2)
+        for kind, model in models.items():
+            with torch.no_grad():
+                one, other = model(images.double() / 255)
+            assert torch.allclose(one, other, rtol=1e-9, atol=0) == (kind == "none")
+
+
 def test_crops_keep_their_halves_apart(tmp_path, capsys):
     """Training crops do not overlap the columns that validation crops come from."""
     assert image_folders.main(["crops", str(tmp_path / "a"), "--train", "3", "--val", "2", "--side", "16"]) == 0
