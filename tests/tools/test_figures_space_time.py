@@ -36,6 +36,7 @@ def test_the_committed_table_is_of_this_code():
             assert f"{cost(MODEL, pattern, int(frames), int(size)) / 1e12:.3f}" == cell, (pattern, frames, size)
 
 
+@pytest.mark.slow
 def test_tables_and_plot(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     arguments = [*SMALL, "--frames", "2", "4", "--sizes", "32", "48", "--patterns", "divided", "axial"]

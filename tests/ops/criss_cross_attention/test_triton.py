@@ -265,6 +265,7 @@ for variant, kernel in variants(launches(*call(97, 97, 64)(), passes="forward"))
 """
 
 
+@pytest.mark.slow
 def test_another_size_of_map_compiles_nothing(compiling):
     """And the forward's kernels compile, for a device that is not there."""
     compiling(_COMPILE)
