@@ -9,7 +9,7 @@ CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/
 PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
 # A file's tests stay in one process, for what they share. One thread a process: more only wait for each other.
-WORKERS ?= $(shell nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 CALLS ?= 10000
 SEED ?= 0
