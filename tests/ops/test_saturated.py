@@ -92,9 +92,10 @@ INTERPRETED = [
 
 @pytest.fixture
 def dots_of_one_order(monkeypatch):
-    """Let the interpreter's products not depend on which factor is transposed, as tensor cores' do not.
+    """Give the interpreter products that round alike, whichever factor is transposed.
 
-    NumPy's do on some processors, and a weight is computed again from ``key @ query.T``.
+    NumPy's differ on some processors, so that ``key @ query.T``, in the backward, gives other weights than the forward.
+    A GPU's products stay as they are.
     """
     from triton.runtime import interpreter
 

@@ -173,7 +173,7 @@ def test_exported(name):
         torch.testing.assert_close(exported(more), model(more), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(1, every_value=False)
 @pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
 def test_onnx_runtime_gives_the_same(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
