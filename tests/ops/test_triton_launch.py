@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,8 +86,9 @@ def test_no_device(monkeypatch):
 
 def test_recorded_launches_are_not_done():
     with triton_launch.recorded() as recorded:
-        triton_launch.launch("kernel", (2,), torch.zeros(1), 3, BLOCK=16)
-    assert [(launch.kernel, launch.grid, launch.constants) for launch in recorded] == [("kernel", (2,), {"BLOCK": 16})]
+        kernel = SimpleNamespace(arg_names=["x", "size", "BLOCK"])
+        triton_launch.launch(kernel, (2,), dict(size=3, other=4, x=None), BLOCK=16)
+    assert recorded == [(kernel, (2,), (None, 3), {"BLOCK": 16})]
     assert not triton_launch.recording()
 
 
@@ -118,6 +120,7 @@ def test_multiply(dtype):
     result = torch.empty(16, 16, device=DEVICE)
     upcast = triton_launch.upcast(dtype)
     triton_launch.launch(
-        triton_product.product, (1,), a, b, result, BLOCK=16, PRECISION=triton_launch.precision(dtype), UPCAST=upcast
-    )
+        triton_product.product, (1,), dict(a=a, b=b, result=result),
+        BLOCK=16, PRECISION=triton_launch.precision(dtype), UPCAST=upcast,
+    )  # fmt: skip
     torch.testing.assert_close(result, 1 + a.float() @ b.float(), rtol=TOLERANCES[dtype], atol=1e-4)

@@ -15,7 +15,7 @@ import contextlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -106,11 +106,16 @@ def _refusal(index: int) -> str | None:
     return _missing() or _no_compiler() or _too_old(index)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
     """Run ``kernel`` on the device of its first argument, a tensor; an empty grid runs nothing.
 
-    The kernel's parameters are the arguments, then the ``tl.constexpr`` ones.
+    Args:
+        kernel: What ``triton.jit`` made; its ``tl.constexpr`` parameters come last.
+        grid: Programs along up to three axes.
+        arguments: Tensors and numbers by the names of the parameters; what the kernel does not name is left out.
+        **constants: ``tl.constexpr`` parameters and Triton's own, such as ``num_warps``.
     """
+    args = tuple([arguments[name] for name in kernel.arg_names if name not in constants])
     if _recording is not None:
         _recording.append(Launch(kernel, grid, args, constants))
     elif all(grid):

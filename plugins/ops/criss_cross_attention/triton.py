@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +99,7 @@ def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log
     for column in (True, False):
         launches.add(
             triton_kernels.attend, blocks, column, blocks.queries, _blocks(value.shape[4], blocks.channels),
-            (value, query, key, output, partial, log_sum_exp), (value, query, key, output),
+            dict(output=output, partial=partial, log_sum_exp=log_sum_exp),
         )  # fmt: skip
 
 
@@ -128,14 +127,14 @@ def backward(
     launches = _Launches(terms, options, slopes, output, grad_query, grad_key, grad_value)
     query, key, value = launches.terms
     mean, drift, size = (torch.empty_like(log_sum_exp) for _ in range(3))
+    tensors = dict(slopes=slopes, log_sum_exp=log_sum_exp, mean=mean)
 
     blocks = launches.blocks("queries")
     turns = (grad_query is not None) + (grad_query is not None or grad_key is not None)
     for again, column in itertools.product((False, True)[:turns], (True, False)):
         launches.add(
             triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
-            (value, query, key, slopes, log_sum_exp, output, mean, drift, size, grad_query),
-            (value, query, key, slopes, output, grad_query), AGAIN=again,
+            dict(**tensors, output=output, drift=drift, size=size, grad_query=grad_query), AGAIN=again,
         )  # fmt: skip
 
     blocks = launches.blocks("keys")
@@ -144,8 +143,7 @@ def backward(
     for column in (True, False) if parts else ():
         launches.add(
             triton_kernels.gradients_of_keys, blocks, column, blocks.keys, parts,
-            (value, query, key, slopes, log_sum_exp, mean, grad_key, grad_value),
-            (value, query, key, slopes, grad_key, grad_value), VALUE_PARTS=value_parts, ADD=not column,
+            dict(**tensors, grad_key=grad_key, grad_value=grad_value), VALUE_PARTS=value_parts, ADD=not column,
         )  # fmt: skip
     return {}
 
@@ -185,8 +183,7 @@ class _Launches:
         column: bool,
         block: int,
         parts: int,
-        tensors: Sequence[Tensor | None],
-        strided: Sequence[Tensor | None],
+        tensors: dict[str, Tensor | None],
         **constants: Any,
     ) -> None:
         """Launch a kernel along columns or rows.
@@ -194,15 +191,17 @@ class _Launches:
         Args:
             block: Places of a line that a program has.
             parts: Programs that have the same places.
-            tensors: The kernel's.
-            strided: Those whose strides, in units, it takes.
+            tensors: Those that the kernel names beside query, key and value; it takes strides in units.
         """
         B, M, H, W, _ = self.shape
         lines, length = (W, H) if column else (H, W)
-        sizes = [n // self.unit for t in strided for n in _strides(t, column)]
+        arguments: dict[str, Any] = dict(scale=self.scale, heads=M, lines=lines, length=length)
+        for name, tensor in (*zip(("query", "key", "value"), self.terms), *tensors.items()):
+            arguments[f"{name}_ptr"] = tensor
+            for axis, stride in zip(("batch", "head", "line", "place"), _strides(tensor, column)):
+                arguments[f"{name}_{axis}"] = stride // self.unit
         triton_launch.launch(
-            kernel, (B * M * lines * _blocks(length, block) * parts,), *tensors,
-            self.scale, M, lines, length, *sizes,
+            kernel, (B * M * lines * _blocks(length, block) * parts,), arguments,
             **self.constants, **constants, COLUMN=column, PARTS=parts,
             BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, BLOCK_V=blocks.channels,
             num_warps=blocks.warps, num_stages=blocks.stages,

@@ -6,9 +6,9 @@ that gradients are the same each time. See :mod:`.triton_kernels`.
 
 from __future__ import annotations
 
-from functools import cache, reduce
+from functools import reduce
 from math import gcd
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -167,7 +167,9 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         scale: Of the content term.
         **tensors: All that the kernel names, of their full shapes; None where one is absent or not wanted.
     """
-    function, parameters, names = _parameters(kernel)
+    from . import triton_kernels as kernels
+
+    function = getattr(kernels, kernel)
     B, M, Hq, Wq, Hk, Wk, D, DV = shape
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     strides = {name: _strides(name, tensor, shape) for name, tensor in given.items() if tensor.dim() > 3}
@@ -195,28 +197,14 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     )  # fmt: skip
     over_keys = kernel == "key_gradients"
     blocks = row_blocks * -(-width // columns) if over_keys else -(-Hq * Wq // block.queries)
-    args: list[Any] = []
-    for name, axis in parameters:
-        if axis is None:
-            args.append(numbers[name] if name in numbers else tensors[name])
-        else:
-            args.append(strides[name][axis] if name in strides else 0)
-    constants = {name: constants[name] for name in names}
-    launch(function, (B * M * blocks,), *args, **constants, num_warps=block.warps, num_stages=block.stages)
-
-
-@cache
-def _parameters(kernel: str) -> tuple[Any, list[tuple[str, int | None]], list[str]]:
-    """Return a kernel, its parameters and its ``tl.constexpr`` ones.
-
-    A parameter is the stride of a tensor along one of the axes bmhw, or else that which has its name.
-    """
-    from . import triton_kernels as kernels
-
-    function = getattr(kernels, kernel)
-    strides = {f"{name}_{axis}": (name, n) for name in kernels.TENSORS for n, axis in enumerate("bmhw")}
-    names = [name for name in function.arg_names if name.isupper() and name not in kernels.NUMBERS]
-    return function, [strides.get(name, (name, None)) for name in function.arg_names if name not in names], names
+    places = {
+        f"{name}_{axis}": n for name in kernels.TENSORS for axis, n in zip("bmhw", strides.get(name, (0, 0, 0, 0)))
+    }
+    constants = {name: constants[name] for name in function.arg_names if name in constants}
+    launch(
+        function, (B * M * blocks,), tensors | places | numbers, **constants,
+        num_warps=block.warps, num_stages=block.stages,
+    )  # fmt: skip
 
 
 def _strides(name: str, tensor: Tensor, shape: _Shape) -> tuple[int, int, int, int]:

@@ -88,6 +88,12 @@ def _arithmetic(tensor: Tensor) -> str:
     return "half" if tensor.dtype.itemsize == 2 else "tf32"
 
 
+# Tensors with strides: rows of vectors, logits that are read a line at a time, logits that are read one by one.
+_VECTORS = ("value", "query", "key", "output", "attended", "grad_output", "grad_query", "grad_key", "grad_value")
+_LINES = ("position", "grad_position")
+_TAPS = ("band", "outside", "grad_band", "grad_outside")
+
+
 class Call:
     """The arguments of one call as kernels take them."""
 
@@ -96,20 +102,22 @@ class Call:
         self.B, self.M, self.S, self.dv = terms.value.shape
         self.T, self.d = terms.queries(), 0 if terms.query is None else terms.query.shape[3]
         self.K = 0 if terms.band_logits is None else terms.band_logits.shape[3]
-        query, key, value, *logits = (None if t is None else _with_rows(t) for t in terms)
+        query, key, value, band, outside, position = (None if t is None else _with_rows(t) for t in terms)
         if self.d == 0:
             query = key = None
         start = min(options.start, self.S + self.K)  # positions beyond all bands are alike
         left, _ = band_reach(self.K, options.causal)
-        self.vectors = [value, query, key]
-        self.logits = logits
-        self.places, self.of_logits = _strides(self.vectors), _strides(logits)
-        self.padding = None if mask is None else mask.contiguous().view(torch.uint8)
+        padding = None if mask is None else mask.contiguous().view(torch.uint8)
         ids = options.segment_ids
-        self.segments = None if ids is None else ids.contiguous()
-        period = 1 if ids is None else ids.shape[0]
-        self.numbers = (self.M, self.T, self.S, self.K, left, start, period, float(options.scale))
-        self.arithmetic, self.device = _arithmetic(terms.value), terms.value.device
+        self.tensors = dict(
+            value=value, query=query, key=key, band=band, outside=outside, position=position,
+            padding=padding, segments=None if ids is None else ids.contiguous(),
+        )  # fmt: skip
+        self.numbers: dict[str, float] = dict(
+            M=self.M, T=self.T, S=self.S, K=self.K, left=left, start=start, scale=float(options.scale),
+            period=1 if ids is None else ids.shape[0], padding_b=0 if padding is None else padding.stride(0),
+        )  # fmt: skip
+        self.arithmetic, self.device, self.itemsize = _arithmetic(terms.value), terms.value.device, dtype.itemsize
         self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[self.arithmetic]
         self.constants = dict(
             D=self.d,
@@ -133,36 +141,25 @@ class Call:
         kernel: Any,
         programs: int,
         tile: Tile,
-        output: Tensor,
-        others: Sequence[Tensor | None],
-        vectors: Sequence[Tensor | None] = (),
-        logits: Sequence[Tensor | None] = (),
-        numbers: Sequence[int] = (),
+        tensors: dict[str, Tensor | None],
+        numbers: dict[str, int] | None = None,
         **constants: Any,
     ) -> None:
-        """Launch ``kernel``.
-
-        Args:
-            output: The output or its gradient, (B, M, T, dv), the first tensor behind the mask.
-            others: Tensors without strides, behind it.
-            vectors: The forward's output, gradients of query, key or value.
-            logits: Gradients of logits.
-            numbers: Integers in front of the sizes.
-        """
-        places, of_output, of_vectors = self.places, _strides([output]), _strides(vectors)
-        unit = 16 // output.element_size()
-        if any(n % unit for n in places + of_output + of_vectors):
+        """Launch ``kernel``, with the tensors and numbers that it names beside those of every kernel."""
+        tensors = self.tensors | tensors
+        vectors = [tensors[name] for name in _VECTORS if name in tensors]
+        unit = 16 // self.itemsize
+        if any(n % unit for tensor in vectors for n in _strides(tensor)):
             unit = 1
-        places, of_output, of_vectors = ([n // unit for n in strides] for strides in (places, of_output, of_vectors))
-        line = _line([self.logits[2], *logits[2:]], self.S)
-        of_logits, of_gradients = (
-            [*strides[:6], *(n // line for n in strides[6:])] for strides in (self.of_logits, _strides(logits))
-        )
-        padding = 0 if self.padding is None else self.padding.stride(0)
+        line = _line([tensors.get(name) for name in _LINES], self.S)
+        units = dict.fromkeys(_VECTORS, unit) | dict.fromkeys(_LINES, line) | dict.fromkeys(_TAPS, 1)
+        strides = {
+            f"{name}_{axis}": n // units[name]
+            for name in units.keys() & tensors.keys()
+            for axis, n in zip("bmt", _strides(tensors[name]))
+        }
         launch(
-            kernel, (programs,),
-            *self.vectors, *self.logits, self.padding, self.segments, output, *others, *vectors, *logits,
-            *places, *of_logits, padding, *of_output, *of_vectors, *of_gradients, *numbers, *self.numbers,
+            kernel, (programs,), tensors | strides | self.numbers | (numbers or {}),
             BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, LINE=line, num_warps=tile.warps, num_stages=tile.stages,
             **self.constants, **constants,
         )  # fmt: skip
@@ -184,23 +181,19 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if _has_rows(tensor) else tensor.contiguous()
 
 
-def _strides(tensors: Sequence[Tensor | None]) -> list[int]:
-    """Return the strides of batch, head and row of each tensor; 0 along axes of size 1, and for None."""
-    strides: list[int] = []
-    for tensor in tensors:
-        if tensor is None:
-            strides += (0, 0, 0)
-        else:
-            (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
-            strides += (b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0)
-    return strides
+def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
+    """Return the strides of batch, head and row; 0 along axes of size 1, and for None."""
+    if tensor is None:
+        return 0, 0, 0
+    (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
+    return b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0
 
 
 def _line(matrices: Sequence[Tensor | None], S: int) -> int:
     """Return how many numbers of position logits, or of their gradients, are read at a time: 16 bytes or one."""
     given = [matrix for matrix in matrices if matrix is not None]
     line = min((16 // matrix.element_size() for matrix in given), default=1)
-    return 1 if any(n % line for n in (S, *_strides(given))) else line
+    return 1 if S % line or any(n % line for matrix in given for n in _strides(matrix)) else line
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
@@ -214,7 +207,7 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     if call.S <= SHORT:
         tile = tile._replace(keys=min(tile.keys, SHORT // 2))
     programs = call.B * call.M * -(-call.T // tile.queries)
-    call.run(kernels.attend, programs, tile, output, [lse], NEAR=_near(tile.keys))
+    call.run(kernels.attend, programs, tile, dict(output=output, lse=lse), NEAR=_near(tile.keys))
 
 
 def backward(
@@ -244,31 +237,34 @@ def backward(
         tile = Tile(block, block, 8, 2 if triton_launch.hopper(terms.value) else 1)  # those that do not spill
         share = -(-B // max(parts, 1))
         call.run(
-            kernels.differentiate_windows, parts * M, tile, grad_output, [sums], [query, key, value],
-            numbers=[share, B],
+            kernels.differentiate_windows, parts * M, tile,
+            dict(grad_output=grad_output, sums=sums, grad_query=query, grad_key=key, grad_value=value),
+            dict(share=share, entries=B),
         )  # fmt: skip
         return targets | dict(position_logits=None if sums is None else sums.sum(0, keepdim=True))
     if output is None:  # another backend was to compute this backward pass
         output = grad_output.new_empty(grad_output.shape)
         forward(terms, options, output, torch.empty_like(lse))
-    norms = [lse, torch.empty_like(lse), None if output.dtype.itemsize == 2 else torch.empty_like(lse)]
+    inverse = None if output.dtype.itemsize == 2 else torch.empty_like(lse)
+    tensors = dict(grad_output=grad_output, lse=lse, delta=torch.empty_like(lse), inverse=inverse)
     if band is not None:  # at the ends of a sequence, bands have taps without keys
         band.zero_()
     if position is not None and options.causal:  # what no query of a block sees is left out
         position.zero_()
     tile = call.tiles[1]
     programs = B * M * -(-T // tile.queries)
+    targets_of_queries = dict(grad_query=query, grad_band=band, grad_outside=outside, grad_position=position)
     call.run(
-        kernels.differentiate_queries, programs, tile, grad_output, norms, [_with_rows(output), query],
-        [band, outside, position], NEAR=_near(tile.keys),
+        kernels.differentiate_queries, programs, tile,
+        dict(**tensors, attended=_with_rows(output), **targets_of_queries), NEAR=_near(tile.keys),
     )  # fmt: skip
     if key is not None or value is not None:
         tile = call.tiles[2]
         programs = B * M * -(-S // tile.keys)
-        call.run(kernels.differentiate_keys, programs, tile, grad_output, norms, [key, value], NEAR=_near(tile.queries))
+        targets_of_keys = dict(grad_key=key, grad_value=value)
+        call.run(kernels.differentiate_keys, programs, tile, tensors | targets_of_keys, NEAR=_near(tile.queries))
     if shared is not None:
-        summed = _sum_position(kernels.differentiate_position, call, grad_output, norms, shared.shape)
-        targets["position_logits"] = summed
+        targets["position_logits"] = _sum_position(kernels.differentiate_position, call, tensors, shared.shape)
     return targets
 
 
@@ -294,9 +290,7 @@ def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
     return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)
 
 
-def _sum_position(
-    kernel: Any, call: Call, grad_output: Tensor, others: Sequence[Tensor | None], shape: Sequence[int]
-) -> Tensor:
+def _sum_position(kernel: Any, call: Call, tensors: dict[str, Tensor | None], shape: Sequence[int]) -> Tensor:
     """Return the gradient of position logits that are broadcast, in float32."""
     B, M, T, S = call.B, call.M, call.T, call.S
     tile = call.tiles[3]
@@ -307,10 +301,9 @@ def _sum_position(
     count = steps[0] * steps[1] * steps[2]
     share = -(-count // min(count, -(-PROGRAMS // (own[0] * own[1]))))
     parts = -(-count // share)
-    sums = grad_output.new_empty((parts, *shape), dtype=torch.float32)
-    programs = parts * own[0] * own[1]
-    numbers = [own[0], *steps, share]
-    call.run(kernel, programs, tile, grad_output, [*others, sums], numbers=numbers, EVERY_QUERY=every_query)
+    sums = torch.empty((parts, *shape), dtype=torch.float32, device=call.device)
+    numbers = dict(heads=own[0], reduced_b=steps[0], reduced_m=steps[1], reduced_t=steps[2], share=share)
+    call.run(kernel, parts * own[0] * own[1], tile, tensors | dict(sums=sums), numbers, EVERY_QUERY=every_query)
     return sums.sum(0)
 
 

@@ -35,8 +35,8 @@ PLAIN = [
     *("M", "T", "S", "K", "left", "start", "padding_b", "period"),
     *("reduced_b", "reduced_m", "reduced_t", "share", "heads", "entries"),
     *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
-                                        "grad_query", "grad_key", "grad_value", "grad_band", "grad_outside",
-                                        "grad_position")
+                                        "grad_output", "grad_query", "grad_key", "grad_value", "grad_band",
+                                        "grad_outside", "grad_position")
       for axis in "bmt"),
 ]  # fmt: skip
 
@@ -102,7 +102,8 @@ def differentiate_queries(
     value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, attended,
     grad_query, grad_band, grad_outside, grad_position,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    grad_output_b, grad_output_m, grad_output_t,
     attended_b, attended_m, attended_t,
     grad_query_b, grad_query_m, grad_query_t, grad_band_b, grad_band_m, grad_band_t,
     grad_outside_b, grad_outside_m, grad_outside_t, grad_position_b, grad_position_m, grad_position_t,
@@ -122,7 +123,8 @@ def differentiate_queries(
     b, m = head // M, head % M
     t0 = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_T
     t = t0 + tl.arange(0, BLOCK_T)
-    grad = rows(matrix_of(grad_output, b, m, output_b, output_m, UNIT), t0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+    grad = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
+    grad = rows(grad, t0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
     attended = matrix_of(attended, b, m, attended_b, attended_m, UNIT)
     attended = rows(attended, t0, T, attended_t, BLOCK_T, DV, BLOCK_DV, UNIT)
     mean = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
@@ -210,7 +212,8 @@ def differentiate_keys(
     value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse,
     grad_key, grad_value,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    grad_output_b, grad_output_m, grad_output_t,
     grad_key_b, grad_key_m, grad_key_t, grad_value_b, grad_value_m, grad_value_t,
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -229,7 +232,7 @@ def differentiate_keys(
     outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
     position = matrix_of(position, b, m, position_b, position_m, LINE)
     padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
-    grad_output = matrix_of(grad_output, b, m, output_b, output_m, UNIT)
+    grad_output = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
     segments = segments_of(segments, b, period, S)
     k = rows(key, s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
     v = rows(value, s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
@@ -245,7 +248,7 @@ def differentiate_keys(
         for t0 in tl.range(low, high, NEAR if PART == AT else BLOCK_T, num_stages=1 if PART == AT else None):
             t = t0 + tl.arange(0, NEAR if PART == AT else BLOCK_T)
             q = rows(query, t0, T, query_t, NEAR if PART == AT else BLOCK_T, D, BLOCK_D, UNIT)
-            grad = rows(grad_output, t0, T, output_t, NEAR if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
+            grad = rows(grad_output, t0, T, grad_output_t, NEAR if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
             norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
             far = far_logits(outside, t0, T, outside_t, NEAR if PART == AT else BLOCK_T)
             own = ids_of(segments, t0 + start, S, NEAR if PART == AT else BLOCK_T)
@@ -273,7 +276,8 @@ def differentiate_keys(
 def differentiate_position(
     value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, sums,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    grad_output_b, grad_output_m, grad_output_t,
     heads, reduced_b, reduced_m, reduced_t, share,
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -305,9 +309,8 @@ def differentiate_position(
         q = rows(matrix_of(query, b, m, query_b, query_m, UNIT), t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
         k = rows(matrix_of(key, b, m, key_b, key_m, UNIT), s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
         v = rows(matrix_of(value, b, m, value_b, value_m, UNIT), s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
-        grad = rows(
-            matrix_of(grad_output, b, m, output_b, output_m, UNIT), t0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT
-        )
+        grad = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
+        grad = rows(grad, t0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
         row = (b.to(tl.int64) * M + m) * T + t
         norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
         mean = tl.load(delta + row, mask=t < T, other=0.0)
@@ -336,7 +339,8 @@ def differentiate_position(
 def differentiate_windows(
     value, query, key, band, outside, position, padding, segments, grad_output, sums, grad_query, grad_key, grad_value,
     value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    grad_output_b, grad_output_m, grad_output_t,
     grad_query_b, grad_query_m, grad_query_t, grad_key_b, grad_key_m, grad_key_t,
     grad_value_b, grad_value_m, grad_value_t,
     share, entries, M, T, S, K, left, start, period, scale,
@@ -357,7 +361,8 @@ def differentiate_windows(
         q = rows(matrix_of(query, b, m, query_b, query_m, UNIT), 0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
         k = rows(matrix_of(key, b, m, key_b, key_m, UNIT), 0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
         v = rows(matrix_of(value, b, m, value_b, value_m, UNIT), 0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
-        grad = rows(matrix_of(grad_output, b, m, output_b, output_m, UNIT), 0, T, output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
+        grad = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
+        grad = rows(grad, 0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
         lines = segments_of(segments, b, period, S)
         logits = logits_of(
             q, k, 0, 0, None, ids_of(lines, start, S, BLOCK_T), None,
