@@ -485,16 +485,6 @@ def test_findings_run_resume_and_collect(tmp_path, monkeypatch, capsys):
     findings.carry_out_all(["good"], 1, tmp_path)
     assert [words[0] for words in ran][4:] == ["tools.datasets.one", "tools.study"]
     assert "good: finished" in capsys.readouterr().out
-    (tmp_path / "benchmarks/toy-again.json").write_text(
-        json.dumps({"results": [{**r, "seed": r["seed"] + 3} for r in rows]})
-    )
-    again = findings.Record(
-        "good", {**good, "again": {"file": "toy-again.json", "run": "tools.study x --seeds 3 4 5"}}, tmp_path
-    )
-    page = findings.page({"good": again}, [claim])
-    assert "**again with other seeds**: +0.0 ± 0.0, cannot be seen at this size |" in page
-    assert "<br>again: `python -m tools.study x --seeds 3 4 5` |" in page
-    assert "[toy.json](toy.json), [toy-again.json](toy-again.json) |" in page
 
 
 def test_findings_run_in_the_repository_only(tmp_path, monkeypatch, capsys):
