@@ -386,6 +386,17 @@ def test_every_comparison_of_a_claim_counts():
         assert outcome({"above": [list(pair) for pair in pairs.split()]}, samples).verdict == verdict
 
 
+def test_a_gain_above_another():
+    """From a to b 3.0, 3.1, 2.9; from b to c 1.0, 0.9, 1.1: b is above the mean of a and c by half the difference."""
+    samples = {"a": seeded(1.0, 2.0, 3.0), "b": seeded(4.0, 5.1, 5.9), "c": seeded(5.0, 6.0, 7.0)}
+    samples["c"] = Sample((*samples["c"].values, 9.0), seeds=(*samples["c"].seeds, 99))  # a seed that others lack
+    judged = outcome({"above": [["b", ["a", "c"]]]}, samples)
+    assert judged.verdict == SEEN
+    assert judged.differences[0] == pytest.approx((1.0, 4.303 * 0.1 / 3**0.5), abs=1e-3)
+    assert judged.result == "`b` 5.0 ± 1.0, mean of `a` and `c` 4.0 ± 1.0: +1.0"
+    assert outcome({"above": [[["a", "c"], "b"]]}, samples).verdict == NOT
+
+
 def test_differences_of_differences(tmp_path):
     """A study may have several values: of long texts, and how far long ones are behind short ones."""
     rows = [
@@ -485,6 +496,16 @@ def test_findings_run_resume_and_collect(tmp_path, monkeypatch, capsys):
     findings.carry_out_all(["good"], 1, tmp_path)
     assert [words[0] for words in ran][4:] == ["tools.datasets.one", "tools.study"]
     assert "good: finished" in capsys.readouterr().out
+    (tmp_path / "benchmarks/toy-again.json").write_text(
+        json.dumps({"results": [{**r, "seed": r["seed"] + 3} for r in rows]})
+    )
+    again = findings.Record(
+        "good", {**good, "again": {"file": "toy-again.json", "run": "tools.study x --seeds 3 4 5"}}, tmp_path
+    )
+    page = findings.page({"good": again}, [claim])
+    assert "**again with other seeds**: +0.0 ± 0.0, cannot be seen at this size |" in page
+    assert "<br>again: `python -m tools.study x --seeds 3 4 5` |" in page
+    assert "[toy.json](toy.json), [toy-again.json](toy-again.json) |" in page
 
 
 def test_findings_run_in_the_repository_only(tmp_path, monkeypatch, capsys):

@@ -69,8 +69,9 @@ class Record:
     results, or ``samples``, which are those of a page; ``steps`` with the file that marks one as made (by default
     ``tools.study NAME`` is the last); ``product``, which the last step writes (by default
     ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was measured by hand; ``needed``
-    samples of ``seeds`` values; and ``resumed``, whether its trainings depend on no file of each other, so that they
-    resume from ``file`` on another machine.
+    samples of ``seeds`` values; ``resumed``, whether its trainings depend on no file of each other, so that they
+    resume from ``file`` on another machine; and ``again``, ``file`` and command (``run``) of a repetition with other
+    seeds.
     """
 
     def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
@@ -103,6 +104,12 @@ class Record:
             if "multiply_adds" in row:
                 samples[f"{name}/operations"] = Sample((value(row, "operations"),), exact=True)
         return samples
+
+    @cached_property
+    def again(self) -> Record | None:
+        """The repetition with other seeds."""
+        again = self.content.get("again")
+        return again and Record(self.name, {**self.content, **again, "again": None}, self.root)
 
     @property
     def complete(self) -> dict[str, Sample]:
@@ -191,10 +198,13 @@ def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
         return Outcome(MISSING, why=f"`{error.args[0]}` is missing: {how} of one core")
 
 
-def claim_row(claim: dict[str, Any], judged: Outcome) -> str:
+def claim_row(claim: dict[str, Any], judged: Outcome, again: Outcome | None) -> str:
     """Return a claim's line of the table."""
     study = f"[{claim['study']}](#studies)" if "study" in claim else ""
     why = "; ".join(part for part in (judged.why, claim.get("note")) if part)
+    if again and again.differences:
+        intervals = ", ".join(f"{shift:+.1f} ± {half:.1f}" for shift, half in again.differences)
+        why += f"; **again with other seeds**: {intervals}, {again.verdict}"
     text = f"{claim['claim']}{' *(other data)*' if claim.get('repeats') else ''}"
     cells = [text, f"{claim['document']}, {claim['place']}", study, judged.result, f"**{judged.verdict}**", why]
     return f"| {' | '.join(cells)} |"
@@ -206,7 +216,11 @@ def study_row(record: Record) -> str:
     commands = "<br>".join(f"`{shell(step['run'])}`" for step in content["steps"])
     if page := content.get("page"):
         commands += f"<br>measured before, see [{page}]({page})"
-    where = f"[{content['file']}]({content['file']})" if record.samples else MISSING
+    files = [content["file"]]
+    if again := record.again:
+        commands += f"<br>again: `{shell(again.content['run'])}`"
+        files.append(again.content["file"])
+    where = ", ".join(f"[{file}]({file})" for file in files) if record.samples else MISSING
     seeds = Counter(len(sample.values) for sample in record.samples.values() if not sample.exact)
     counted = ", ".join(f"{count}: {n} settings" for count, n in sorted(seeds.items(), reverse=True))
     return f"| {record.name} | {content['data']} | {commands} | {content['minutes']} | {counted} | {where} |"
@@ -215,11 +229,13 @@ def study_row(record: Record) -> str:
 def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
     """Return the page with a table of all claims and one of the studies."""
     outcomes = [judge(claim, records) for claim in claims]
+    repetitions = {name: again for name, record in records.items() if (again := record.again)}
+    again = [judge(claim, repetitions) if claim.get("study") in repetitions else None for claim in claims]
     lines = [
         INTRODUCTION, "![the difference that every claim is about](findings.svg)", "",
         f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
-        *(claim_row(claim, judged) for claim, judged in zip(claims, outcomes)), "",
+        *map(claim_row, claims, outcomes, again), "",
         "## Studies", "",
         "Minutes are of one core, for all seeds; `$TOOLS` is the folder of mmdet's or mmsegmentation's own tools "
         "(`.mim/tools` of the package). Seeds are counted for each setting.", "",

@@ -7,14 +7,15 @@ interval, or with another single seed by the intervals over the test sentences; 
 A claim that one setting is *above* another is a claim of sign: it is seen if the interval lies above 0, and not seen if
 it lies below. The sizes of the documents' differences are not tested, since they are on the scale of another metric. A
 claim that one is *as good* is a claim of equivalence: it is seen if it is behind by less than a margin, interval
-included, and not seen if by more.
+included, and not seen if by more. Either side of a comparison may be several settings, which stand for their mean: that
+``b`` is above ``[a, c]`` says that b gains more over a than c over b.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,9 +124,17 @@ def as_good(shift: float, half: float | None, p: float | None, margin: float) ->
 RULES = {"above": above, "as_good": as_good}
 
 
-def compare(samples: Samples, rule: str, pair: list[str], claim: Mapping[str, Any]) -> Outcome:
-    """Apply a rule to a pair of settings."""
-    a, b = (samples[name] for name in pair)
+def middle(samples: Sequence[Sample]) -> Sample:
+    """Return the means of several settings, of the seeds they share."""
+    seeds = tuple(seed for seed in samples[0].seeds if all(seed in sample.seeds for sample in samples))
+    rows = ([sample.values[sample.seeds.index(seed)] for sample in samples] for seed in seeds)
+    return Sample(tuple(map(statistics.fmean, rows)), seeds=seeds)
+
+
+def compare(samples: Samples, rule: str, pair: list[str | list[str]], claim: Mapping[str, Any]) -> Outcome:
+    """Apply a rule to a pair of settings, or of means of settings."""
+    a, b = (samples[side] if isinstance(side, str) else middle([samples[name] for name in side]) for side in pair)
+    names = [f"`{side}`" if isinstance(side, str) else f"mean of `{'` and `'.join(side)}`" for side in pair]
     shift, half, of = difference(a, b)
     p, margin = claim.get("p"), claim.get("margin", MARGIN)
     verdict = RULES[rule](shift, half, p, margin)
@@ -134,7 +143,7 @@ def compare(samples: Samples, rule: str, pair: list[str], claim: Mapping[str, An
         why = f"paired bootstrap over the test sentences, one seed: p = {p}"
     if rule == "as_good":
         why += f"; margin {margin:g}"
-    return Outcome(verdict, f"`{pair[0]}` {a}, `{pair[1]}` {b}: {shift:+.1f}", why, ((shift, half),))
+    return Outcome(verdict, f"{names[0]} {a}, {names[1]} {b}: {shift:+.1f}", why, ((shift, half),))
 
 
 def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
