@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import shlex
 import shutil
@@ -432,6 +434,25 @@ def test_claims_and_their_studies():
         if name in NAMES and content.get("resumed"):
             prefix = "crops/" if name == "augmented" else ""
             assert content["needed"] == [f"{prefix}{setting}" for setting in Study(name).settings]
+
+
+class Parsed(Exception):
+    """Ends a command after its arguments."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_of_data_sets_are_understood(name, monkeypatch):
+    def parse_only(parser, arguments, parse_args=argparse.ArgumentParser.parse_args):
+        raise Parsed(parse_args(parser, arguments))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    study = Study(name)
+    for content in (study.data, *study.parts.values()):
+        if "make" in content:
+            module, *options = shlex.split(content["make"])
+            with pytest.raises(Parsed) as parsed:
+                importlib.import_module(module).main([*options, "folder"])
+            assert Path("folder") in vars(parsed.value.args[0]).values()
 
 
 def test_the_page_is_that_of_the_recorded_figures():
