@@ -58,7 +58,7 @@ def test_classifiers_of_deformed_digits(tmp_path):
     assert points[0].interval == pytest.approx(12.706 * 2**0.5 / 2**0.5)
     plain, deformable, salient, full = (point.operations for point in points)
     assert 0 == plain < deformable < salient < full
-    tradeoff.plot(tmp_path / "figure.png", RUNS, file)
+    tradeoff.plot(tmp_path / "figure.png", RUNS, [file])
     assert Image.open(tmp_path / "figure.png").width > 800
     assert not tradeoff.classified(tmp_path / "missing.json")
 

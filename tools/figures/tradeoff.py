@@ -34,7 +34,8 @@ TASKS = {
 KINDS = {".self_attn": "self-attention", ".encoder_attn": "encoder-decoder attention"}  # by parts of module names
 TOKENS = 50  # for our small models, as in the paper
 RUNS = Path("benchmarks/translation-gettext.json")
-IMAGES = Path("benchmarks/deformed-digits.json")  # the central claim, on digits
+# The central claim, on digits; of a map that both have, the second, which has more settings.
+IMAGES = (Path("benchmarks/deformed-digits.json"), Path("benchmarks/deformed-terms.json"))
 GROUPS = {"terms": "#1f77b4", "range": "#7fb2dd", "deformable": "#d62728", "dynamic": "#2ca02c", "bilateral": "#9467bd"}
 # Settings of the paper with a label in the figure, and the label's offset from the setting in points.
 LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (5, 5), "w/o + deformable": (5, -9)}
@@ -100,7 +101,7 @@ def measured(runs: Path = RUNS) -> dict[str, list[Point]]:
     return {panel: points for panel, points in panels.items() if len(points) > 1}
 
 
-def classified(runs: Path = IMAGES) -> dict[str, list[Point]]:
+def classified(runs: Path) -> dict[str, list[Point]]:
     """Return our small classifiers of the study ``deformed-digits`` by set, at the operations they add to ``plain``."""
     results = json.loads(runs.read_text(encoding="utf-8"))["results"] if runs.is_file() else []
     panels: dict[str, list[Point]] = {}
@@ -148,9 +149,12 @@ def envelope(points: Sequence[Point]) -> list[Point]:
     return best
 
 
-def plot(path: Path, runs: Path = RUNS, images: Path = IMAGES) -> dict[str, list[Point]]:
+def plot(path: Path, runs: Path = RUNS, images: Sequence[Path] = IMAGES) -> dict[str, list[Point]]:
     """Draw all panels; return their points."""
-    panels = {title: printed(task) for task, title in TASKS.items()} | classified(images) | measured(runs)
+    panels = {title: printed(task) for task, title in TASKS.items()}
+    for file in images:
+        panels |= classified(file)
+    panels |= measured(runs)
     rows = -(-len(panels) // 3)
     style = {"font.size": 8, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "tradeoff"}
     with figure(path, rows, 3, style, dict(dpi=110), figsize=(11, 3.5 * rows)) as (whole, axes):
