@@ -529,6 +529,23 @@ def test_findings_run_resume_and_collect(tmp_path, monkeypatch, capsys):
     assert "[toy.json](toy.json), [toy-again.json](toy-again.json) |" in page
 
 
+@pytest.mark.parametrize(("lead", "verdict"), [(4.0, SEEN), (0.0, CANNOT), (-4.0, CANNOT)])
+def test_a_claim_is_seen_if_a_repetition_sees_it(lead, verdict, tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    for file, a in (("first", 4.0), ("second", lead)):
+        rows = [
+            {"setting": setting, "seed": seed, "top1": value + seed + 0.1 * seed * (setting == "a")}
+            for setting, value in (("a", a), ("b", 0.0))
+            for seed in range(3)
+        ]
+        (tmp_path / f"benchmarks/{file}.json").write_text(json.dumps({"results": rows}))
+    content = {"file": "first.json", "value": "top1", "steps": [], "again": {"file": "second.json", "run": "x"}}
+    claim = {"study": "toy", "above": [["a", "b"]]}
+    judged = findings.judge(claim, {"toy": findings.Record("toy", content, tmp_path)})
+    assert judged.verdict == verdict
+    assert f"**again with other seeds**: {lead + 0.1:+.1f} ± 0.2, " in judged.why
+
+
 def test_findings_run_in_the_repository_only(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):

@@ -24,6 +24,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ row is a claim of one of the four documents, with the document's figures in brac
 * A claim that one is as good is tested by a margin that was set before, one point of the study's metric: **seen** if
   the setting is behind by less, interval included, **not seen** if by more.
 * A single seed is judged by the interval over the test sentences, or by the study's paired bootstrap if its p < 0.01.
+* Some studies were trained again with other seeds. Their claims are **seen**, or **not seen**, only if both agree.
 * **cannot be seen at this size**: the interval holds both answers, or no small study tests the claim.
 * ± is the standard deviation over seeds; "of the texts" is half of the 95 % interval over the test sentences of
   one seed.
@@ -188,23 +190,27 @@ def load(root: Path = ROOT) -> tuple[dict[str, Record], list[dict[str, Any]]]:
 
 
 def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
-    """Return the verdict on a claim, which is missing with its samples."""
+    """Return the verdict on a claim, which is missing with its samples, and undecided if a repetition differs."""
     record = records.get(claim.get("study", ""))
     try:
-        return outcome(claim, record.complete if record else {})
+        judged = outcome(claim, record.complete if record else {})
     except KeyError as error:
         assert record is not None
         how = f"`python -m tools.study findings --studies {record.name}`, about {record.content['minutes']} minutes"
         return Outcome(MISSING, why=f"`{error.args[0]}` is missing: {how} of one core")
+    if record and record.again:
+        again = judge(claim, {record.name: record.again})
+        if again.verdict != MISSING:  # a repetition may leave settings out
+            intervals = ", ".join(f"{shift:+.1f} ± {half:.1f}" for shift, half in again.differences)
+            why = f"{judged.why}; **again with other seeds**: {intervals}, {again.verdict}"
+            judged = replace(judged, verdict=judged.verdict if again.verdict == judged.verdict else CANNOT, why=why)
+    return judged
 
 
-def claim_row(claim: dict[str, Any], judged: Outcome, again: Outcome | None) -> str:
+def claim_row(claim: dict[str, Any], judged: Outcome) -> str:
     """Return a claim's line of the table."""
     study = f"[{claim['study']}](#studies)" if "study" in claim else ""
     why = "; ".join(part for part in (judged.why, claim.get("note")) if part)
-    if again and again.differences:
-        intervals = ", ".join(f"{shift:+.1f} ± {half:.1f}" for shift, half in again.differences)
-        why += f"; **again with other seeds**: {intervals}, {again.verdict}"
     text = f"{claim['claim']}{' *(other data)*' if claim.get('repeats') else ''}"
     cells = [text, f"{claim['document']}, {claim['place']}", study, judged.result, f"**{judged.verdict}**", why]
     return f"| {' | '.join(cells)} |"
@@ -229,13 +235,11 @@ def study_row(record: Record) -> str:
 def page(records: dict[str, Record], claims: Sequence[dict[str, Any]]) -> str:
     """Return the page with a table of all claims and one of the studies."""
     outcomes = [judge(claim, records) for claim in claims]
-    repetitions = {name: again for name, record in records.items() if (again := record.again)}
-    again = [judge(claim, repetitions) if claim.get("study") in repetitions else None for claim in claims]
     lines = [
         INTRODUCTION, "![the difference that every claim is about](findings.svg)", "",
         f"{len(claims)} claims: {counts(outcomes)}. {asides(claims, outcomes)}", "",
         "| claim | where | study | result | verdict | why |", "|---|---|---|---|---|---|",
-        *map(claim_row, claims, outcomes, again), "",
+        *map(claim_row, claims, outcomes), "",
         "## Studies", "",
         "Minutes are of one core, for all seeds; `$TOOLS` is the folder of mmdet's or mmsegmentation's own tools "
         "(`.mim/tools` of the package). Seeds are counted for each setting.", "",
