@@ -57,7 +57,8 @@ def draw(study: Study, results: Sequence[Row], out: Path) -> None:
 def draw_claims(claims: Sequence[dict[str, Any]], outcomes: Sequence[Outcome], out: Path) -> None:
     """Save our difference and its 95 % interval for every claim that trainings test, a panel for each document.
 
-    Claims are worded so that the document's difference is positive; "as good" holds right of its margin, the tick.
+    Claims are worded so that the document's difference is positive; "as good" holds right of its margin, the tick. The
+    lower half of a repeated study's intervals is of the repetition.
     """
     judgements = zip(claims, outcomes)
     shown = [(claim, judged) for claim, judged in judgements if judged.differences and not counts_operations(claim)]

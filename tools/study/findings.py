@@ -72,8 +72,8 @@ class Record:
     ``tools.study NAME`` is the last); ``product``, which the last step writes (by default
     ``work_dirs/findings/NAME/NAME.json``), or else the ``page`` of a study that was measured by hand; ``needed``
     samples of ``seeds`` values; ``resumed``, whether its trainings depend on no file of each other, so that they
-    resume from ``file`` on another machine; and ``again``, ``file`` and command (``run``) of a repetition with other
-    seeds.
+    resume from ``file`` on another machine; and ``again``, ``file`` and command (``run``) of a repetition with several
+    other seeds.
     """
 
     def __init__(self, name: str, content: dict[str, Any], root: Path = ROOT) -> None:
@@ -190,7 +190,7 @@ def load(root: Path = ROOT) -> tuple[dict[str, Record], list[dict[str, Any]]]:
 
 
 def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
-    """Return the verdict on a claim, which is missing with its samples, and undecided if a repetition differs."""
+    """Return the verdict on a claim, which is undecided if a repetition differs; missing samples are a verdict, too."""
     record = records.get(claim.get("study", ""))
     try:
         judged = outcome(claim, record.complete if record else {})
@@ -203,7 +203,8 @@ def judge(claim: dict[str, Any], records: dict[str, Record]) -> Outcome:
         if again.verdict != MISSING:  # a repetition may leave settings out
             intervals = ", ".join(f"{shift:+.1f} ± {half:.1f}" for shift, half in again.differences)
             why = f"{judged.why}; **again with other seeds**: {intervals}, {again.verdict}"
-            judged = replace(judged, verdict=judged.verdict if again.verdict == judged.verdict else CANNOT, why=why)
+            verdict = judged.verdict if again.verdict == judged.verdict else CANNOT
+            judged = replace(judged, verdict=verdict, why=why, differences=judged.differences + again.differences)
     return judged
 
 
