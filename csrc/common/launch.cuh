@@ -52,20 +52,15 @@ inline int64_t divide_up(int64_t a, int64_t b) {
 
 struct DeviceLimits {
   int64_t multiprocessors, l2_bytes;
-  int64_t block_bytes;   // shared memory of a block
-  int64_t shared_bytes;  // of each of two blocks on a multiprocessor
 };
 
 // Returns the limits of the current device.
 inline DeviceLimits device_limits() {
-  int device = 0, multiprocessors = 0, l2_bytes = 0, block_bytes = 0, shared_bytes = 0;
+  int device = 0, multiprocessors = 0, l2_bytes = 0;
   STD_CUDA_CHECK(cudaGetDevice(&device));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&block_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
-  constexpr int kReserved = 1024;  // by CUDA, per block
-  return {multiprocessors, l2_bytes, block_bytes, std::min(block_bytes, shared_bytes / 2 - kReserved)};
+  return {multiprocessors, l2_bytes};
 }
 
 // Compiled for every target, as all kernels are, so the runtime's answer for this one holds for the others.
@@ -108,17 +103,6 @@ void launch_with_shared_memory(void (*kernel)(Parameters...), int64_t blocks, in
   kernel<<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(bytes),
            static_cast<cudaStream_t>(stream)>>>(arguments...);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-// The same for kernels that request more than 48 KiB, most of a multiprocessor's shared memory.
-template <class... Parameters, class... Arguments>
-void launch_with_much_shared_memory(void (*kernel)(Parameters...), int64_t blocks, int64_t bytes,
-                                    const Arguments&... arguments) {
-  STD_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
-  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                      cudaSharedmemCarveoutMaxShared));
-  launch_with_shared_memory(kernel, blocks, bytes, arguments...);
 }
 
 // The same without dynamic shared memory.

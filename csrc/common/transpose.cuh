@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "dispatch.cuh"
@@ -13,39 +14,68 @@
 
 namespace attn_plugins {
 
-constexpr int kTile = 32;
+// Rows and columns of a block's tile: with 2-byte elements, larger tiles keep as many bytes in flight.
+template <class T>
+constexpr int kTile = sizeof(T) == 2 ? 64 : 32;
 
 // Writes the contiguous out (images, columns, rows) from in (images, rows, columns), whose elements lie at
-// image * image_stride + row * row_stride + column; times the one element of `scale`, plus `addend`, which
-// lies as out does, where they are not nullptr.
-template <class In, class Out>
+// image * image_stride + row * row_stride + column. A sum is that times the one element of `scale`, plus
+// `addend`, which lies as out does, where they are not nullptr. A thread keeps its column and steps through
+// rows by additions to a pointer: with products and checks for each element, these took most of the time.
+template <bool kSum, class In, class Out>
 __global__ void __launch_bounds__(kThreads)
     transpose_kernel(const In* __restrict__ in, Out* __restrict__ out, const Out* __restrict__ addend,
                      const Out* __restrict__ scale, int64_t rows, int64_t columns, int64_t image_stride,
-                     int64_t row_stride, int64_t row_tiles, int64_t column_tiles) {
-  __shared__ Out
-      tile[kTile][kTile + (sizeof(Out) == 2 ? 2 : 1)];  // odd number of words per row: no bank conflicts
-  const int64_t image = blockIdx.x / (row_tiles * column_tiles);
-  const int64_t in_image = blockIdx.x % (row_tiles * column_tiles);
-  const int64_t row = in_image / column_tiles * kTile, column = in_image % column_tiles * kTile;
-  const int x = threadIdx.x % kTile, y = threadIdx.x / kTile;
+                     int64_t row_stride, Divisor row_tiles, Divisor column_tiles) {
+  constexpr int kSide = kTile<Out>, kStep = kThreads / kSide, kEach = kSide / kStep;
+  // An odd number of words per row: no bank conflicts.
+  __shared__ Out tile[kSide][kSide + (sizeof(Out) == 2 ? 2 : 1)];
+  int row_tile, column_tile;
+  const int64_t image =
+      row_tiles.divide(column_tiles.divide(static_cast<int>(blockIdx.x), &column_tile), &row_tile);
+  const int64_t row = int64_t(row_tile) * kSide, column = int64_t(column_tile) * kSide;
+  const int high = static_cast<int>(min(rows - row, int64_t(kSide)));
+  const int wide = static_cast<int>(min(columns - column, int64_t(kSide)));
+  const int x = threadIdx.x % kSide, y = threadIdx.x / kSide;
+
+  const auto run = [&](auto whole) {  // a tile without checks, or one that is cut off
+    const In* from = in + image * image_stride + (row + y) * row_stride + column + x;
+    const int64_t first = (image * columns + column + y) * rows + row + x;
+    In loaded[kEach] = {};
+    Out added[kEach] = {};
 #pragma unroll
-  for (int i = y; i < kTile; i += kThreads / kTile) {
-    if (row + i < rows && column + x < columns) {
-      const In value = in[image * image_stride + (row + i) * row_stride + column + x];
-      tile[i][x] = narrow_to<Out>(widen(value));
+    for (int i = 0; i < kEach; ++i, from += kStep * row_stride) {  // these loads are in flight together
+      if (whole || (x < wide && y + i * kStep < high)) loaded[i] = *from;
     }
-  }
-  __syncthreads();
+    if (kSum && addend) {
+      const Out* other = addend + first;
 #pragma unroll
-  for (int i = y; i < kTile; i += kThreads / kTile) {
-    if (column + i < columns && row + x < rows) {
-      const int64_t at = (image * columns + column + i) * rows + row + x;
-      accumulate_t<Out> value = widen(tile[x][i]);
-      if (scale) value *= widen(*scale);
-      if (addend) value += widen(addend[at]);
-      out[at] = narrow_to<Out>(value);
+      for (int i = 0; i < kEach; ++i, other += kStep * rows) {
+        if (whole || (x < high && y + i * kStep < wide)) added[i] = *other;
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if constexpr (std::is_same_v<In, Out>) {
+        tile[y + i * kStep][x] = loaded[i];
+      } else {
+        tile[y + i * kStep][x] = narrow_to<Out>(widen(loaded[i]));
+      }
+    }
+    __syncthreads();
+    const accumulate_t<Out> factor = kSum && scale ? widen(*scale) : accumulate_t<Out>(1);
+    Out* to = out + first;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i, to += kStep * rows) {
+      if (!whole && (x >= high || y + i * kStep >= wide)) continue;
+      const Out value = tile[x][y + i * kStep];
+      *to = kSum ? narrow_to<Out>(widen(value) * factor + widen(added[i])) : value;
+    }
+  };
+  if (high == kSide && wide == kSide) {
+    run(std::true_type());
+  } else {
+    run(std::false_type());
   }
 }
 
@@ -98,14 +128,17 @@ namespace {
 inline void transpose_images(const Tensor& in, const Tensor& out, int64_t images, int64_t rows,
                              int64_t columns, int64_t image_stride, int64_t row_stride,
                              const Tensor& addend = Tensor(), const Tensor& scale = Tensor()) {
-  const int64_t row_tiles = divide_up(rows, kTile), column_tiles = divide_up(columns, kTile);
+  if (images * rows * columns == 0) return;
   for_type(out.scalar_type(), [&](auto zero) {
     using Out = decltype(zero);
+    const int64_t row_tiles = divide_up(rows, kTile<Out>), column_tiles = divide_up(columns, kTile<Out>);
     const auto run = [&](auto from) {
       using In = decltype(from);
-      launch(transpose_kernel<In, Out>, images * row_tiles * column_tiles, data_of<const In>(in),
-             data_of<Out>(out), data_of<const Out>(addend), data_of<const Out>(scale), rows, columns,
-             image_stride, row_stride, row_tiles, column_tiles);
+      const auto kernel = addend.defined() || scale.defined() ? transpose_kernel<true, In, Out>
+                                                              : transpose_kernel<false, In, Out>;
+      launch(kernel, images * row_tiles * column_tiles, data_of<const In>(in), data_of<Out>(out),
+             data_of<const Out>(addend), data_of<const Out>(scale), rows, columns, image_stride, row_stride,
+             Divisor(row_tiles), Divisor(column_tiles));
     };
     if (in.scalar_type() == out.scalar_type()) {
       run(Out());

@@ -11,7 +11,6 @@
 #include "common/dispatch.cuh"
 #include "common/transpose.cuh"
 #include "cuda_sampling.cuh"
-#include "cuda_scatter.cuh"
 #include "deform_conv.h"
 
 namespace attn_plugins {
@@ -175,10 +174,6 @@ struct CudaKernels {
       grads.grad_mask = data_of<T>(grad_mask);
       if (grad_offset.defined()) grads.offset_strides = tap_strides(grad_offset);
       if (grad_mask.defined()) grads.mask_strides = tap_strides(grad_mask);
-      if (grad_input.defined() && scatter(g, p, grads.grad_columns, grad_input)) {
-        grads.grad_input = nullptr;
-        if (!columns.defined() && !grad_offset.defined()) return;
-      }
       const auto run = [&](auto, auto width) {
         const int64_t blocks = assign_teams(p, width, false);
         launch(sample_backward_kernel<T, width>, blocks, p, grads);
@@ -192,79 +187,6 @@ struct CudaKernels {
         for_width<T>(counts, pointers, run);
       }
     });
-  }
-
-  // Chooses the largest tiles of output pixels whose windows, with `channels` per thread, hold 1.5 times the
-  // cells that samples without offsets need. False if there are none.
-  static bool choose_tiles(const Geometry& g, int64_t window_bytes, int channels, ScatterTiles* tiles) {
-    const auto log2_up = [](int64_t n) { return n <= 1 ? 0 : 64 - std::countl_zero(uint64_t(n - 1)); };
-    tiles->cells = int(window_bytes / (128 * channels)), tiles->side = 1;
-    while ((tiles->side + 1) * (tiles->side + 1) <= tiles->cells) ++tiles->side;
-    const auto cells = [](int64_t outputs, int64_t stride, int64_t taps, int64_t dilation) {
-      return ((outputs - 1) * stride + (taps - 1) * dilation + 3) / 2;
-    };
-    tiles->rows_log2 = std::min(3, log2_up(g.Ho));
-    tiles->columns_log2 = std::clamp(log2_up(g.Wo), 3, 6 - tiles->rows_log2);
-    while (true) {
-      const int64_t high = cells(int64_t(1) << tiles->rows_log2, g.stride_h, g.Kh, g.dilation_h);
-      const int64_t wide = cells(int64_t(1) << tiles->columns_log2, g.stride_w, g.Kw, g.dilation_w);
-      if (high * wide * 3 <= int64_t(tiles->cells) * 2) return true;
-      if (tiles->columns_log2 > 3) {
-        --tiles->columns_log2;
-      } else if (tiles->rows_log2 > 1) {
-        --tiles->rows_log2;
-      } else {
-        return false;
-      }
-    }
-  }
-
-  // Adds to grad_input by scatter_kernel, or returns false: in double, where there are so few channels that
-  // most threads would be idle, where taps are too far apart for a window, and where the work is so small
-  // that one launch more costs more than it saves. ATTN_PLUGINS_SCATTER replaces the last condition: 0 never,
-  // else the most channels of a thread.
-  template <class T>
-  static bool scatter(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
-                      const Tensor& grad_input) {
-    if constexpr (!std::is_same_v<accumulate_t<T>, float>) {
-      return false;
-    } else {
-      const char* forced = std::getenv("ATTN_PLUGINS_SCATTER");
-      const bool large = int64_t(p.length) * p.taps * p.C >= int64_t(1) << 20;
-      const int64_t most = forced ? std::strtoll(forced, nullptr, 10) : large ? 4 : 0;
-      if (p.offset_group_channels < 32 || p.length == 0) return false;
-      if (g.taps() * p.group_channels * int64_t(sizeof(T)) > std::numeric_limits<int32_t>::max())
-        return false;
-      float* to = data_of<float>(grad_input);
-      return (most >= 4 && scatter_by<T, 4>(g, p, grad_columns, to)) ||
-             (most >= 2 && scatter_by<T, 2>(g, p, grad_columns, to)) ||
-             (most >= 1 && scatter_by<T, 1>(g, p, grad_columns, to));
-    }
-  }
-
-  // Launches scatter_kernel with N channels a thread, or returns false if the warps of a block have too few
-  // channels for that, if vectors of N do not fit, or if there is no window.
-  template <class T, int N>
-  static bool scatter_by(const Geometry& g, const SamplingProblem<T>& p, const T* grad_columns,
-                         float* grad_input) {
-    constexpr int64_t kStatic = sizeof(ScatterShare) * 4 * kThreads + 128;  // 128: the extent
-    if (N > 1 && p.offset_group_channels < 8 * kWarps * N) return false;
-    if (!vectors_fit<T, N>({p.group_channels, p.offset_group_channels}, {grad_columns})) return false;
-    const DeviceLimits device = device_limits();
-    const int64_t bytes = kScatterBlocks<N> == 1 ? device.block_bytes : device.shared_bytes;
-    ScatterTiles tiles;
-    if (!choose_tiles(g, (bytes - kStatic) / kWarps, N, &tiles)) return false;
-    const int64_t image_pixels = g.Ho * g.Wo;
-    const int64_t images = (p.start + p.length - 1) / image_pixels - p.start / image_pixels + 1;
-    const int64_t across = divide_up(g.Wo, int64_t(1) << tiles.columns_log2);
-    const int64_t down = divide_up(g.Ho, int64_t(1) << tiles.rows_log2);
-    const int64_t slices = divide_up(p.offset_group_channels, int64_t(8) * kWarps * N);
-    tiles.first_image = int(p.start / image_pixels);
-    tiles.across = Divisor(across), tiles.down = Divisor(down), tiles.channel_slices = Divisor(slices);
-    launch_with_much_shared_memory(
-        scatter_kernel<T, N>, images * down * across * p.offset_groups.divisor * slices,
-        kWarps * int64_t(tiles.cells) * 128 * N, p, tiles, grad_columns, grad_input);
-    return true;
   }
 
   static void accumulate(const Tensor& sum, const Tensor& part) {

@@ -12,7 +12,6 @@
 
 #include "common/bilinear.cuh"
 #include "cuda_problem.cuh"
-#include "cuda_scatter.cuh"
 
 namespace attn_plugins {
 
@@ -248,15 +247,6 @@ inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tens
       return t.has_value() ? static_cast<A*>(t->data_ptr()) : nullptr;
     };
     AttentionGradients<A> grads{found(grad_value), found(grad_locations), found(grad_weights)};
-    if constexpr (std::is_same_v<A, float>) {
-      const auto p = attention_problem(value, weights, shapes, points, 1, false);
-      if (grads.value &&
-          attend_scatter(p, value.size(0), weights.size(1), data_of<const T>(grad_output),
-                         data_of<const A>(locations), data_of<const A>(weights), grads.value)) {
-        grads.value = nullptr;
-        if (!grads.locations && !grads.weights) return;
-      }
-    }
     const auto run = [&](auto, auto width) {
       constexpr int N = decltype(width)::value;
       const auto p = attention_problem(value, weights, shapes, points, N, false);

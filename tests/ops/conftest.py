@@ -51,7 +51,8 @@ def emulated(tmp_path_factory):
 @pytest.fixture
 def compiling(python) -> Callable[..., subprocess.CompletedProcess]:
     """Run code in a process where Triton compiles kernels instead of interpreting them, and where ``tests`` imports."""
-    return partial(python, TRITON_INTERPRET="0", PYTHONPATH=str(ROOT))
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return partial(python, TRITON_INTERPRET="0", PYTHONPATH=path)
 
 
 @pytest.fixture(params=["compiled", "plain"])

@@ -363,11 +363,10 @@ def test_deterministic_mode(name, dtype, device):
     assert_close(first, expected, BOUNDS[dtype])
 
 
-@every_device
 @pytest.mark.parametrize("name", [n for n in EXAMPLES if n.startswith(("sequence", "criss_cross"))])
-def test_the_result_may_be_changed_in_place(name, device):
-    """The backward does not read the result, so that a residual added in place costs no memory."""
-    some = example(name, device=device, dtype=torch.float64)
+def test_the_result_may_be_changed_in_place(name):
+    """On CPUs the backward does not read the result, so that a residual added in place costs no memory."""
+    some = example(name, dtype=torch.float64)
 
     def changed(**tensors: Tensor) -> Tensor:
         output = some.call(**tensors)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins import ops
+from attn_plugins.ops.sequence_attention import triton
 from tests.helpers.operator_checks import DEVICES
 from tests.helpers.triton_checks import DEVICE, needs_triton
 
@@ -83,10 +84,10 @@ def test_errors_are_those_of_the_definition(operator, keys, size, dtype, backend
 
 # 64 keys of criss-cross attention take the interpreter minutes; its kernels take content in halves alone.
 INTERPRETED = [
-    *itertools.product([global_attention, sequence_attention], [1, 2, 8, 64], [torch.float32, *HALVES], "1"),
-    *itertools.product([sequence_attention], [1, 2, 8, 64], HALVES, "0"),  # not by the kernel of windows
-    *itertools.product([criss_cross_attention], [1, 2], HALVES, "1"),
-    *(pytest.param(criss_cross_attention, 8, dtype, "1", marks=pytest.mark.slow) for dtype in HALVES),
+    *itertools.product([global_attention, sequence_attention], [1, 2, 8, 64], [torch.float32, *HALVES], [True]),
+    *itertools.product([sequence_attention], [1, 2, 8, 64], HALVES, [False]),  # not by the kernel of windows
+    *itertools.product([criss_cross_attention], [1, 2], HALVES, [True]),
+    *(pytest.param(criss_cross_attention, 8, dtype, True, marks=pytest.mark.slow) for dtype in HALVES),
 ]
 
 
@@ -115,7 +116,8 @@ def dots_of_one_order(monkeypatch):
 )
 def test_errors_of_triton_are_those_of_the_definition(operator, keys, dtype, windows, size, monkeypatch):
     """As above, with one head of one image."""
-    monkeypatch.setenv("ATTN_PLUGINS_WINDOWS", windows)
+    if not windows:
+        monkeypatch.setattr(triton, "_are_windows", lambda call, terms: False)
 
     def make(draw) -> Call:
         terms, options = operator(keys, draw)

@@ -47,7 +47,7 @@ def test_the_best_variant_over_all_rows_is_what_kernels_read(tmp_path, monkeypat
         row(forward, 1.0, **{"32×32×4×2": 0.5, "64×64×4×3": 0.8, "64×64×4×4": 0.6}),
         row(forward, 1.0, **{"32×32×4×2": None, "64×64×4×3": 0.9, "64×64×4×4": 1.4}),
         row(keys, 1.0, **{"32×32×4×2": 0.99}),
-        row("ATTN_PLUGINS_SCATTER", 1.0, **{"1": 0.5}),
+        row("ATTN_PLUGINS_BLOCK_PIXELS", 1.0, **{"1": 0.5}),
         {"case": f"{keys}: halves: d", "error": "x"},
     ]
     chosen = gpu.choose(rows)

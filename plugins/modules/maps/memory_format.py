@@ -52,7 +52,7 @@ def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
     if x.dtype != output.dtype:
         return x + scale * in_format_of(x, output)
     formats = x.is_contiguous() and is_channels_last(output) and x.shape == output.shape
-    if formats and x.dtype == scale.dtype and transposition.has_kernel(x) and not traced():
+    if formats and x.dtype == scale.dtype and not traced() and transposition.has_kernel(x):
         return _ScaledSum.apply(x, scale, output)
     # Convert before the sum, which is ten times slower for mixed memory formats.
     return torch.addcmul(x, scale, in_format_of(x, output))

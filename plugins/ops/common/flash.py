@@ -1,4 +1,4 @@
-"""CUDA's flash attention, of PyTorch: content alone in half precision, with values as wide as the keys."""
+"""CUDA's flash attention, PyTorch's or cuDNN's: content alone in half precision, with values as wide as the keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ WIDEST = 192  # width beyond which some devices have no backward
 MULTIPLE = 8  # of widths and strides: rows are aligned to 16 bytes
 MOST = 65535  # images and heads: axes of the grid
 MOST_SUMS = 2**31 - 1  # elements of the backward's sums of the queries' gradients, which it counts by 32 bits
+_CUDNN = getattr(torch._C._SDPBackend, "CUDNN_ATTENTION", None)  # torch >= 2.5
 
 
 def refusal(query: Tensor, value: Tensor, scale: float) -> str | None:
@@ -72,9 +73,11 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
         value: (B, M, S, d).
         scale: Factor of the products.
     """
-    output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-        _aligned(query), _aligned(key), _aligned(value), 0.0, False, False, scale=scale
-    )
+    rows = tuple(map(_aligned, (query, key, value)))
+    if _prefers_cudnn(*rows, scale):
+        output, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*rows, None, True, scale=scale)
+        return output, total.squeeze(3)
+    output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, 0.0, False, False, scale=scale)
     return output, total[..., : query.shape[2]]
 
 
@@ -83,7 +86,17 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what :func:`forward` returned."""
     unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
-    rows = (_aligned(t) for t in (grad_output, query, key, value, output))
+    rows = tuple(map(_aligned, (grad_output, query, key, value, output)))
+    lengths = (query.shape[2], key.shape[2], 0.0, False)
+    if _prefers_cudnn(*rows[1:4], scale):
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *rows, lse.contiguous().unsqueeze(3), unused, unused, None, None, None, *lengths, scale=scale
+        )
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        *rows, lse.contiguous(), None, None, query.shape[2], key.shape[2], 0.0, False, unused, unused, scale=scale
+        *rows, lse.contiguous(), None, None, *lengths, unused, unused, scale=scale
     )
+
+
+def _prefers_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float) -> bool:
+    """Return whether PyTorch's SDPA would take cuDNN: on an H100 1.5 times as fast as PyTorch's kernels."""
+    return _CUDNN is not None and torch._fused_sdp_choice(query, key, value, scale=scale) == int(_CUDNN)

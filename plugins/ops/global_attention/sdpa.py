@@ -10,14 +10,12 @@ Since 0 * -inf is NaN, a very low number stands for -inf. float16 has none that 
 divided by 16 in q' or k' and the ones are 16 in the other. -inf is then represented by -1e6, below any sum of float16
 numbers, and 1/16 of a logit is as precise as the logit down to 5e-7.
 
-Content alone in half precision, with values as wide as the keys, is not folded: CUDA's flash attention takes it. With
-ATTN_PLUGINS_FOLD=1 it also takes folded terms of half precision that are at most 128 wide; this has not been timed.
+Content alone in half precision, with values as wide as the keys, is not folded: CUDA's flash attention takes it.
 """
 
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 from torch import Tensor
@@ -27,7 +25,6 @@ from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
-WIDEST_FLASH = 128  # folded width up to which flash attention keeps its larger blocks
 _MULTIPLE = 8  # widths are padded to a multiple, for the kernels' alignment
 _LSE_ALIGNMENT = 32  # queries; the CUDA kernels read and write log-sum-exps padded to a multiple
 
@@ -142,32 +139,22 @@ def _alone(terms: Terms) -> bool:
 
 
 def is_flash(terms: Terms, options: Options) -> bool:
-    """Return whether CUDA's flash attention takes the terms, in half precision: content alone, or folded."""
-    if terms.query is None:
-        return False
-    if _alone(terms):
-        return flash.refusal(terms.query, terms.value, options.scale) is None
-    D = max(width(terms), _padded(terms.value.shape[-1]))
-    if os.environ.get("ATTN_PLUGINS_FOLD") != "1" or D > WIDEST_FLASH:
-        return False
-    query, value = (term.new_empty(()).expand(*term.shape[:-1], D) for term in (terms.query, terms.value))
-    return flash.refusal(query, value, 1.0) is None
+    """Return whether CUDA's flash attention takes the terms: content alone in half precision."""
+    query = terms.query
+    return query is not None and _alone(terms) and flash.refusal(query, terms.value, options.scale) is None
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    fast = is_flash(terms, options)
-    if fast and _alone(terms):
+    if is_flash(terms, options):
         query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
         rows, total = flash.forward(query, key, value, options.scale)
         output.copy_(rows.unflatten(2, output.shape[2:4]))
         lse.copy_(total.view(lse.shape))
         return
     factor, scale = _scales(terms, options.scale)
-    query, key, value = fold(terms, factor, (output.shape[2], output.shape[3]), fast or not terms.value.is_cuda)
-    if fast:
-        folded, total = flash.forward(query, key, value, scale)
-    elif value.is_cuda:
+    query, key, value = fold(terms, factor, (output.shape[2], output.shape[3]), not terms.value.is_cuda)
+    if value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=scale
         )
@@ -186,19 +173,15 @@ def backward(
     grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
 ) -> Gradients:
     """Return the gradients, also those that are not needed."""
-    fast = is_flash(terms, options)
-    if fast and _alone(terms):
+    if is_flash(terms, options):
         return _flash_backward(grad_output, terms, options, output, lse)
     grid = (output.shape[2], output.shape[3])
     factor, scale = _scales(terms, options.scale)
-    query, key, value = fold(terms, factor, grid, fast or not terms.value.is_cuda)
+    query, key, value = fold(terms, factor, grid, not terms.value.is_cuda)
     DV = value.shape[-1]
     grad_output, output = _join([grad_output], DV), _join([output], DV)
     lse = lse.flatten(2)
-    if fast:
-        rows = (grad_output, query, key, value, output)
-        grad_query, grad_key, grad_value = flash.backward(*rows, lse, scale)
-    elif value.is_cuda:
+    if value.is_cuda:
         # The kernels for halves read the output as (B, N, M, DV), whatever its strides say.
         output = output.transpose(1, 2).contiguous().transpose(1, 2)
         N = query.shape[2]

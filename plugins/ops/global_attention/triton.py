@@ -92,10 +92,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
         return "there are 2**31 queries or keys, more than it counts"
     chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
     if chosen and (query is None or sdpa.is_flash(terms, options)) and sdpa.refuses(terms, options) is None:
-        return (
-            "PyTorch's fused attention is faster without content, and for content alone in half precision; with "
-            "ATTN_PLUGINS_FOLD=1 it also takes folded terms"
-        )
+        return "PyTorch's fused attention is faster without content, and for content alone in half precision"
     return None
 
 

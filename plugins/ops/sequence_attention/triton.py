@@ -8,7 +8,6 @@ depends on the order in which blocks run.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -55,6 +54,7 @@ OTHER_TILES = {
     },
 }
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
+WINDOW_PROGRAMS = 256  # two for each multiprocessor of an H100: each sums the gradients of shared position logits
 PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
 # A program goes through the keys in turn, 64 in a microsecond or more (H100): where so few programs have so many keys,
 # products with all keys at once, on the whole device, need a fraction of that. Not timed.
@@ -231,11 +231,11 @@ def backward(
     query, key, value, band, outside, position = targets.values()
     if _are_windows(call, terms):
         position = grads["position_logits"]
-        parts = min(B, -(-PROGRAMS // max(M, 1)))
+        share = -(-B * M // WINDOW_PROGRAMS)
+        parts = -(-B // max(share, 1))
         sums = None if position is None else position.new_empty((parts, M, T, S), dtype=torch.float32)
         block = power_of_two(max(T, S))
         tile = Tile(block, block, 8, 2 if triton_launch.hopper(terms.value) else 1)  # those that do not spill
-        share = -(-B // max(parts, 1))
         call.run(
             kernels.differentiate_windows, parts * M, tile,
             dict(grad_output=grad_output, sums=sums, grad_query=query, grad_key=key, grad_value=value),
@@ -269,14 +269,10 @@ def backward(
 
 
 def _are_windows(call: Call, terms: Terms) -> bool:
-    """Return whether one kernel computes all gradients: sequences fit its tile, and their position logits are shared.
-
-    ATTN_PLUGINS_WINDOWS=0 switches this off. Not timed.
-    """
+    """Return whether one kernel computes all gradients: sequences fit its tile and share their position logits."""
     position = terms.position_logits
     return (
-        os.environ.get("ATTN_PLUGINS_WINDOWS") != "0"
-        and call.constants["PRECISION"] == "ieee"
+        call.constants["PRECISION"] == "ieee"
         and max(call.T, call.S, call.d, call.dv) <= SHORT
         and call.K == 0
         and (position is None or position.shape[0] == 1)

@@ -183,7 +183,7 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypat
 
     monkeypatch.setattr(triton_launch, "_refusal", lambda index: None)
 
-    assert not triton_criss_cross.wanted(terms((2, 3)))
+    assert triton_criss_cross.wanted(terms((2, 3))) == (DEVICE == "cuda")
     with backend("triton"):
         assert triton_criss_cross.wanted(terms((2, 3)))
     assert triton_criss_cross.wanted(on_device(torch.float16))

@@ -98,11 +98,9 @@ def test_any_block_size(name, pixels, monkeypatch):
 
 @cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scatter", ["0", "1", "2", "4"])  # channels a thread in shared memory; 0: global memory
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("name", ["a block and more", "three slices", "32 channels a group", "one row"])
-def test_input_gradient_by_either_kernel(name, spread, scatter, dtype, monkeypatch):
-    monkeypatch.setenv("ATTN_PLUGINS_SCATTER", scatter)
+def test_input_gradient_of_any_offsets(name, spread, dtype):
     cases = CASES | {
         "32 channels a group": (2, 128, 17, 23, 32, (3, 3), 2, 1, 1, 2, 4),
         "one row": (3, 64, 1, 300, 16, (1, 3), 1, (0, 1), 1, 1, 1),

@@ -63,27 +63,13 @@ std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_byt
   return {images, CudaKernels::block_pixels(g, element_bytes)};
 }
 
-// Returns the tiles of scatter_kernel: rows, columns and cells; all 0 if windows of that size do not serve.
-// sizes: Ho, Wo, Kh, Kw, stride, dilation.
-std::tuple<int64_t, int64_t, int64_t> tiles(std::vector<int64_t> sizes, int64_t window_bytes,
-                                            int64_t channels) {
-  DeformConvGeometry g{};
-  g.Ho = sizes[0], g.Wo = sizes[1], g.Kh = sizes[2], g.Kw = sizes[3];
-  g.stride_h = g.stride_w = sizes[4], g.dilation_h = g.dilation_w = sizes[5];
-  ScatterTiles chosen;
-  if (!CudaKernels::choose_tiles(g, window_bytes, int(channels), &chosen)) return {0, 0, 0};
-  return {int64_t(1) << chosen.rows_log2, int64_t(1) << chosen.columns_log2, chosen.cells};
-}
-
 }  // namespace
 }  // namespace attn_plugins
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attn_plugins_emulated, m) {
   m.def("cut(int[] sizes, int element_bytes) -> (int, int)");
-  m.def("tiles(int[] sizes, int window_bytes, int channels) -> (int, int, int)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CompositeExplicitAutograd, m) {
   m.impl("cut", TORCH_BOX(&attn_plugins::cut));
-  m.impl("tiles", TORCH_BOX(&attn_plugins::tiles));
 }

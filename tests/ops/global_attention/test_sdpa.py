@@ -129,11 +129,13 @@ def test_folding_calls_what_cuda_offers():
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
 @pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop"])
-def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeypatch):
+@pytest.mark.parametrize("cudnn", [False, True])
+def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, monkeypatch):
     """Check the calls of flash attention on tensors without data, which needs no GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     monkeypatch.setattr(flash, "_has_flash", lambda index: True)
+    monkeypatch.setattr(flash, "_prefers_cudnn", lambda *terms: cudnn)
 
     def laid_out(tensor):
         if layout == "heads outermost":
@@ -152,51 +154,6 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(layout, monkeyp
         folding.forward(terms, SCALE, output, lse)
         grads = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, {})
         assert [grad.shape for grad in grads.values()] == [t.shape for t in terms if t is not None]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("folded_terms", [(True, True, True, False), (True, False, True, True), (True,) * 4])
-def test_flash_attention_takes_folded_terms(folded_terms, dtype, monkeypatch):
-    """Flash attention stands in by its definition in float32, of the rounded terms that it would read."""
-
-    def weights(query, key, scale, lse):
-        return (scale * query.float() @ key.float().mT - lse.unsqueeze(-1)).exp()
-
-    def forward(query, key, value, scale):
-        assert query.shape[-1] == value.shape[-1]
-        assert query.shape[-1] % 8 == 0
-        lse = (scale * query.float() @ key.float().mT).logsumexp(-1)
-        return (weights(query, key, scale, lse) @ value.float()).to(value.dtype), lse
-
-    def backward(grad_output, query, key, value, output, lse, scale):
-        shares, grad = weights(query, key, scale, lse), grad_output.float()
-        slopes = shares * (grad @ value.float().mT - (grad * output.float()).sum(-1, keepdim=True)) * scale
-        grads = slopes @ key.float(), slopes.mT @ query.float(), shares.mT @ grad
-        return tuple(gradient.to(value.dtype) for gradient in grads)
-
-    arguments = make(folded_terms, d=8, dv=12, dtype=dtype)
-    if arguments[4] is not None:
-        arguments[4].detach()[:, :, 0] = -float("inf")  # a row of queries without keys
-    assert not folding.is_flash(Terms(*arguments), SCALE)
-    for name, function in (("refusal", lambda *terms: None), ("forward", forward), ("backward", backward)):
-        monkeypatch.setattr(flash, name, function)
-    assert not folding.is_flash(Terms(*arguments), SCALE)
-    monkeypatch.setenv("ATTN_PLUGINS_FOLD", "1")
-    assert folding.is_flash(Terms(*arguments), SCALE)
-    terms = Terms(*arguments)
-    output = terms.value.new_empty(*terms.value.shape[:2], *terms.grid(), 12)
-    lse = output.new_empty(output.shape[:-1], dtype=torch.float32)
-    grad_output = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    with torch.no_grad():
-        folding.forward(terms, SCALE, output, lse)
-        grads = folding.backward(grad_output, terms, SCALE, output, lse, {})
-    exact = [None if t is None else t.detach().double().requires_grad_() for t in arguments]
-    expected = reference.global_attention(*exact, 0.7)
-    wanted = torch.autograd.grad(expected, [t for t in exact if t is not None], grad_output.double())
-    tolerance = 16 * torch.finfo(dtype).eps
-    assert (output - expected).norm() <= tolerance * expected.norm()
-    for name, gradient in zip((n for n, t in zip(Terms._fields, exact) if t is not None), wanted):
-        assert (grads[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 @pytest.mark.cuda

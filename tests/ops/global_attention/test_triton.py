@@ -183,7 +183,7 @@ def test_some_gradients():
         for number in range(6):
             needs = [n == number for n in range(6)]
             grads = ATTEND._backward(grad, *terms, output, lse, *OPTIONS, needs)
-            assert torch.equal(grads[number], everything[number])
+            torch.testing.assert_close(grads[number], everything[number])  # compiled, it may add in another order
             assert all(g.numel() == 0 for n, g in enumerate(grads) if n != number)
 
 
