@@ -7,6 +7,8 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -135,6 +137,18 @@ def test_short_runs_on_cuda_are_timed_by_graphs_and_long_ones_by_events(monkeypa
     monkeypatch.setattr(timing, "captured", refuse)
     how = Contestant(Clock.taking(1e-4), "cuda").how["how"]
     assert how == "events, with the host's time: no graph (called a synchronizing CUDA operation)"
+
+
+def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
+    for name in ("Stream", "stream", "current_stream", "CUDAGraph", "graph", "synchronize", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+
+    tensor = torch.ones(2)
+    input = weakref.ref(tensor)
+    replay = timing.captured(lambda tensor=tensor: tensor + 1)
+    del tensor
+    assert input() is not None
+    assert replay().tolist() == [2, 2]
 
 
 def test_differences_are_relative():

@@ -38,17 +38,17 @@ def test_rows_of_the_gpu(tmp_path, edited):
 
     def renamed(data):
         for row in data["rows"]:
-            row["case"] = row["case"].replace("operator and projections", "other")
+            row["case"] = row["case"].replace("content, B 1", "other")
 
     lines = table.generate(tmp_path, "gpu_short").splitlines()
     assert [line.split(" | ")[0] for line in lines if " ms, " in line] == [f"| {title}" for title in table.GPU_SHORT]
-    edited("gpu-h100", host_bound)
-    assert table.generate(tmp_path, "gpu_short").count("×**†") > 5
-    edited("gpu-h100", renamed)
-    with pytest.raises(ValueError, match="has no row 'criss_cross: operator and projections"):
+    edited("gpu-h200", host_bound)
+    assert table.generate(tmp_path, "gpu_short").count("×**†") > 4
+    edited("gpu-h200", renamed)
+    with pytest.raises(ValueError, match="has no row 'criss_cross: content, B 1"):
         table.generate(tmp_path, "gpu_short")
-    (tmp_path / "gpu-h100.json").unlink()
-    assert "Not measured yet in this way: `gpu-h100`." in table.generate(tmp_path, "gpu")
+    (tmp_path / "gpu-h200.json").unlink()
+    assert "Not measured yet in this way: `gpu-h200`." in table.generate(tmp_path, "gpu")
 
 
 def test_losses_noise_and_dates_show(tmp_path, edited):
@@ -90,7 +90,7 @@ def test_only_what_is_between_the_markers_is_written(tmp_path):
     for text in ("", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}", BEGIN + END.replace("all", "short")):
         with pytest.raises(ValueError, match="each table needs"):
             table.filled(text, tmp_path)
-    with pytest.raises(ValueError, match="must be one of all, models, short, gpu, gpu_short, got 'other'"):
+    with pytest.raises(ValueError, match="must be one of all, models, short, gpu, gpu_earlier, gpu_short, got 'other'"):
         table.filled("<!-- benchmark other: begin --><!-- benchmark other: end -->", tmp_path)
 
 

@@ -47,7 +47,7 @@ OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
 MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
 SHORT = tuple(entry for title in _TABLES["short"] for entry in (*OPERATORS, *MODELS) if entry.title == title)
 GPU_SHORT = _TABLES["gpu_short"]
-GPU = "gpu-h100"
+GPU, EARLIER_GPU = "gpu-h200", "gpu-h100"
 COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
 READING = (
@@ -86,9 +86,10 @@ class Rows(dict[str, Any]):
         if data is None:
             return [None, None]
         rows = [row for row in data["rows"] if "error" not in row]
-        by_name = {f"{row['room']}: {row['case']}" if entry.file == GPU else row["case"]: row for row in rows}
+        of_gpu = entry.file in (GPU, EARLIER_GPU)
+        by_name = {f"{row['room']}: {row['case']}" if of_gpu else row["case"]: row for row in rows}
         both = [by_name.get(f"{entry.case}, {name}") for name in entry.passes]
-        if not (any(both) if entry.file == GPU else all(both)):
+        if not (any(both) if of_gpu else all(both)):
             raise ValueError(f"{self._folder / entry.file}.json has no row {entry.case!r}, which a page shows")
         return both
 
@@ -105,16 +106,16 @@ def some(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str]
     return [*rows_table(rows, entries, title, passes), *reading(rows, entries), *unmeasured(rows)]
 
 
-def gpu(rows: Rows, names: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPU's rows and their legend: those of ``names``, by title, or all."""
-    data = rows[GPU]
+def gpu(rows: Rows, file: str = GPU, names: Mapping[str, str] | None = None) -> list[str]:
+    """Return a GPU's rows and their legend: those of ``names``, by title, or all."""
+    data = rows[file]
     if data is None:
         return unmeasured(rows)
     machine, measured = data["machine"], (row for row in data["rows"] if "error" not in row)
     every = dict.fromkeys(f"{row['room']}: {row['case']}".rsplit(", ", 1)[0] for row in measured)
     titled = names or {name: name for name in every}
     return [
-        *rows_table(rows, [Entry(title, GPU, name) for title, name in titled.items()], "operator or module"),
+        *rows_table(rows, [Entry(title, file, name) for title, name in titled.items()], "operator or module"),
         f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
         *READING,
@@ -128,7 +129,8 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "models": lambda rows: some(rows, MODELS, "whole model"),
     "short": lambda rows: some(rows, SHORT, "operator or model", [" / ".join(both) for both in zip(PASSES, STEPS)]),
     "gpu": gpu,
-    "gpu_short": lambda rows: gpu(rows, GPU_SHORT),
+    "gpu_earlier": lambda rows: gpu(rows, EARLIER_GPU),
+    "gpu_short": lambda rows: gpu(rows, names=GPU_SHORT),
 }
 
 

@@ -110,13 +110,13 @@ def captured(run: Run) -> Run:
             torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Its own stream: the end of a graph frees cuBLAS's workspaces of its stream, whoever uses them (PyTorch 193402).
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        kept = run()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        result = run()
+    kept = run, result  # whose tensors the graph reads and writes: the next capture gives freed memory back
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return kept[1]
 
     return replay
 

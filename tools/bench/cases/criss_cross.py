@@ -35,8 +35,7 @@ class Projections(nn.Module):
 class Operator(Projections):
     """The operator with minimal overhead: one product for all projections, gamma on the values.
 
-    The product reads maps of any memory format and returns channels-last ones. The output is also channels-last, and
-    ``x`` is added to it in place: only the values and the output are written with C channels.
+    The product reads maps of any memory format and returns channels-last ones. The output is also channels-last.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,7 +47,7 @@ class Operator(Projections):
         widths = [layer.out_channels for layer in (self.query_conv, self.key_conv, value)]
         query, key, values = projected.unflatten(1, x.shape[2:]).unsqueeze(1).split(widths, -1)
         output = criss_cross_attention(query, key, values)
-        output += x.permute(0, 2, 3, 1).unsqueeze(1)
+        output = output + x.permute(0, 2, 3, 1).unsqueeze(1)  # not in place: on CUDA the backward reads the output
         return output.squeeze(1).permute(0, 3, 1, 2)
 
 
