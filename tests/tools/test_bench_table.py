@@ -33,7 +33,7 @@ def test_pages_are_what_the_files_say(capsys):
 
 def test_rows_of_the_gpu(tmp_path, edited):
     def host_bound(data):
-        for row in data["rows"]:
+        for row in (row for row in data["rows"] if "error" not in row):
             row["ours"]["how"] = "events, with the host's time: no graph (it waits)"
 
     def renamed(data):

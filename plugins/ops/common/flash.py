@@ -73,11 +73,12 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
         value: (B, M, S, d).
         scale: Factor of the products.
     """
-    rows = tuple(map(_aligned, (query, key, value)))
-    if _prefers_cudnn(*rows, scale):
-        output, total, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*rows, None, True, scale=scale)
+    query, key, value = map(_aligned, (query, key, value))
+    aten = torch.ops.aten
+    if _prefers_cudnn(query, key, value, scale):
+        output, total, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, scale=scale)
         return output, total.squeeze(3)
-    output, total, *_ = torch.ops.aten._scaled_dot_product_flash_attention(*rows, 0.0, False, False, scale=scale)
+    output, total, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, False, scale=scale)
     return output, total[..., : query.shape[2]]
 
 
@@ -86,9 +87,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value, from what :func:`forward` returned."""
     unused = torch.empty((), dtype=torch.long, device=value.device)  # state of the dropout, which is off
-    rows = tuple(map(_aligned, (grad_output, query, key, value, output)))
+    grad_output, query, key, value, output = rows = [*map(_aligned, (grad_output, query, key, value, output))]
     lengths = (query.shape[2], key.shape[2], 0.0, False)
-    if _prefers_cudnn(*rows[1:4], scale):
+    if _prefers_cudnn(query, key, value, scale):
         return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             *rows, lse.contiguous().unsqueeze(3), unused, unused, None, None, None, *lengths, scale=scale
         )
