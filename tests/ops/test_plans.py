@@ -14,7 +14,7 @@ from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
 
 pytestmark = needs_triton
 MAP, SEQUENCE = (1, 1, 3, 4), (2, 1, 12)
-MASK = (torch.arange(12).expand(2, 12) >= torch.tensor([[12], [9]])).to(DEVICE)
+MASK = torch.arange(12).expand(2, 12) >= torch.tensor([[12], [9]])
 CALLS = {
     "rows and columns": (global_attention, [(*MAP, 16)] * 3 + [(*MAP, 3), (*MAP, 4), None], (0.5,)),
     "key logits of one head": (global_attention, [(*MAP, 16)] * 3 + [None, None, (1, 1, 3, 4)], (0.5,)),
@@ -27,6 +27,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_repeat(name):
     module, shapes, options = CALLS[name]
+    options = [option.to(DEVICE) if isinstance(option, torch.Tensor) else option for option in options]
     operator, dtype = module.ATTEND, torch.float16 if module is criss_cross else torch.float32
     for seed in range(3):
         terms = [shape if shape is None else randn(*shape, dtype=dtype, seed=seed) for shape in shapes]
