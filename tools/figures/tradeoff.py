@@ -37,8 +37,7 @@ RUNS = Path("benchmarks/translation-gettext.json")
 # The central claim, on digits; of a map that both have, the second, which has more settings.
 IMAGES = (Path("benchmarks/deformed-digits.json"), Path("benchmarks/deformed-terms.json"))
 GROUPS = {"terms": "#1f77b4", "range": "#7fb2dd", "deformable": "#d62728", "dynamic": "#2ca02c", "bilateral": "#9467bd"}
-# Settings of the paper with a label in the figure, and the label's offset from the setting in points.
-LABELS = {"w/o": (5, 3), "1111": (4, 4), "0110": (4, -9), "0010 + deformable": (5, 5), "w/o + deformable": (5, -9)}
+LABELS = ("w/o", "1111", "0110", "0010 + deformable", "w/o + deformable")  # settings of the paper with a label
 
 
 @dataclass(frozen=True)
@@ -180,16 +179,32 @@ def _panel(axis: Any, title: str, points: Sequence[Point]) -> None:
             axis.errorbar(
                 point.operations, point.accuracy, interval, color=colour, marker="o", markersize=4, elinewidth=0.7
             )
-    placed: dict[tuple[float, float], list[str]] = {}  # settings of equal cost and accuracy overlap
-    for point in points:
-        if ours or point.name in LABELS:
-            placed.setdefault((point.operations, point.accuracy), []).append(point.name)
-    for place, names in placed.items():
-        bold = "bold" if names[0].replace(" ", "") == "0010+deformable" else "normal"
-        offset = (4, 4) if ours else LABELS[names[0]]
-        axis.annotate(", ".join(names), place, offset, textcoords="offset points", fontsize=6.5, fontweight=bold)
     axis.set_title(title, fontsize=8)
     label = "MFLOPs added; bars are 95 % intervals" if ours else "GFLOPs of attention"
     axis.set(xlabel=label, ylabel=title.partition(",")[0])
     axis.margins(x=0.15, y=0.1)
     axis.grid(alpha=0.25, linewidth=0.5)
+    _label(axis, [point for point in points if ours or point.name in LABELS])
+
+
+def _label(axis: Any, points: Sequence[Point]) -> None:
+    """Name points beside them, each at the first of some places where no earlier label is."""
+    axis.autoscale_view()
+    scale = 72 / axis.figure.dpi  # points of a pixel
+    boxes: list[tuple[float, float, float]] = []  # left, bottom and width
+    for point in points:
+        x, y = (scale * n for n in axis.transData.transform((point.operations, point.accuracy)))
+        width = 3.6 * len(point.name)
+        places = [(4, 4), (4, -9), (4, 12), (4, -17), (-4 - width, 4), (-4 - width, -9)]
+        free = (
+            (dx, dy)
+            for dx, dy in places
+            if not any(abs(y + dy - b) < 7 and x + dx < a + w and a < x + dx + width for a, b, w in boxes)
+        )
+        dx, dy = next(free, places[0])
+        boxes.append((x + dx, y + dy, width))
+        bold = "bold" if point.name.replace(" ", "") == "0010+deformable" else "normal"
+        axis.annotate(
+            point.name, (point.operations, point.accuracy), (dx, dy), textcoords="offset points", fontsize=6.5,
+            fontweight=bold,
+        )  # fmt: skip
