@@ -24,7 +24,7 @@
 //
 // An error ends the kernel with a RuntimeError that names the thread, the block and, if addr2line is
 // installed, the line. Environment variables:
-//   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes), EMULATOR_SHARED (bytes)  the device
+//   EMULATOR_MULTIPROCESSORS (132), EMULATOR_L2 (bytes)  the device
 //   EMULATOR_SEED (0)      selects an order of threads and blocks
 //   EMULATOR_PREEMPTS (1)  0: switch threads only at barriers
 //   EMULATOR_RACES (1)     0: do not detect races

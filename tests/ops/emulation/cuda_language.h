@@ -39,18 +39,6 @@ struct alignas(8) int2 {
 struct alignas(8) float2 {
   float x, y;
 };
-inline float2 make_float2(float x, float y) {
-  return {x, y};
-}
-inline float4 make_float4(float x, float y, float z, float w) {
-  return {x, y, z, w};
-}
-inline uint2 make_uint2(unsigned x, unsigned y) {
-  return {x, y};
-}
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) {
-  return {x, y, z, w};
-}
 struct dim3 : emulator::Index {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : emulator::Index{x, y, z} {}
 };
@@ -68,14 +56,6 @@ EMULATOR_UNSEEN T __ldg(const T* from) {
   emulator::access(from, sizeof(T), emulator::kConstantRead, sizeof(T));
   return *from;
 }
-template <class T>
-T __ldcs(const T* from) {
-  return *from;
-}
-template <class T>
-void __stcs(T* to, T value) {
-  *to = value;
-}
 template <class T, class Change>
 EMULATOR_UNSEEN T change_atomically(T* at, const Change& change) {
   emulator::access(at, sizeof(T), emulator::kAtomic, sizeof(T));
@@ -87,27 +67,9 @@ template <class T>
 T atomicAdd(T* to, T value) {
   return change_atomically(to, [&](T old) { return old + value; });
 }
-template <class T>
-T atomicMax(T* to, T value) {
-  return change_atomically(to, [&](T old) { return old < value ? value : old; });
-}
-template <class T>
-T atomicMin(T* to, T value) {
-  return change_atomically(to, [&](T old) { return value < old ? value : old; });
-}
-template <class T>
-T atomicExch(T* to, T value) {
-  return change_atomically(to, [&](T) { return value; });
-}
-template <class T>
-T atomicCAS(T* to, T expected, T value) {
-  return change_atomically(to, [&](T old) { return old == expected ? value : old; });
-}
 inline void __trap() {
   emulator::fail("trap");
 }
-inline void __threadfence() {}
-inline void __threadfence_block() {}
 inline size_t __cvta_generic_to_shared(const void* at) {
   return emulator::shared_address(at);
 }
@@ -116,17 +78,6 @@ inline size_t __cvta_generic_to_shared(const void* at) {
 
 inline void __syncthreads() {
   emulator::block_barrier();
-}
-inline int __syncthreads_count(int predicate) {
-  int sum = predicate != 0;
-  emulator::block_barrier(&sum);
-  return sum;
-}
-inline int __syncthreads_or(int predicate) {
-  return __syncthreads_count(predicate) != 0;
-}
-inline int __syncthreads_and(int predicate) {
-  return __syncthreads_count(predicate) == int(blockDim.x * blockDim.y * blockDim.z);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
   emulator::together("__syncwarp", mask, nullptr, 0, nullptr, true);
@@ -191,78 +142,22 @@ T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
   const bool beyond = source / size > lane / size;  // the lane then keeps its own value
   return emulator::shuffle("__shfl_xor_sync", mask, value, beyond ? lane : source % 32);
 }
-template <class T>
-T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32) {
-  const unsigned lane = emulator::lane(), size = emulator::checked_width(width);
-  return emulator::shuffle("__shfl_up_sync", mask, value, lane % size < distance ? lane : lane - distance);
-}
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32) {
-  const unsigned lane = emulator::lane(), size = emulator::checked_width(width);
-  return emulator::shuffle("__shfl_down_sync", mask, value,
-                           lane % size + distance >= size ? lane : lane + distance);
-}
-inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  unsigned votes = predicate != 0;
-  emulator::together("__ballot_sync", mask, &votes, sizeof votes, emulator::vote);
-  return votes;
-}
 inline int __any_sync(unsigned mask, int predicate) {
   unsigned votes = predicate != 0;
   emulator::together("__any_sync", mask, &votes, sizeof votes, emulator::vote);
   return votes != 0;
 }
-inline int __all_sync(unsigned mask, int predicate) {
-  unsigned votes = predicate != 0;
-  emulator::together("__all_sync", mask, &votes, sizeof votes, emulator::vote);
-  return votes == mask;
-}
 
 // Arithmetic
 
-inline int __popc(unsigned bits) {
-  return __builtin_popcount(bits);
-}
-inline int __clz(int bits) {
-  return bits == 0 ? 32 : __builtin_clz(unsigned(bits));
-}
-inline int __ffs(int bits) {
-  return __builtin_ffs(bits);
-}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = low | uint64_t(high) << 32;
   unsigned result = 0;
   for (unsigned i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
-inline float __expf(float x) {
-  return std::exp(x);
-}
-inline float __logf(float x) {
-  return std::log(x);
-}
-inline float __fdividef(float x, float y) {
-  return x / y;
-}
-inline float __frcp_rn(float x) {
-  return 1 / x;
-}
-inline float rsqrtf(float x) {
-  return 1 / std::sqrt(x);
-}
-inline float __int_as_float(int bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
-  return x;
-}
-inline float __uint_as_float(unsigned bits) {
-  return __int_as_float(int(bits));
-}
-inline int __float_as_int(float x) {
-  int bits;
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
   std::memcpy(&bits, &x, sizeof bits);
   return bits;
-}
-inline unsigned __float_as_uint(float x) {
-  return unsigned(__float_as_int(x));
 }

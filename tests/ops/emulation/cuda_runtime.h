@@ -2,30 +2,20 @@
 #pragma once
 
 #include <cstdio>
-#include <map>
 
 #include "emulator.h"
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum cudaDeviceAttr {
-  cudaDevAttrMaxSharedMemoryPerBlock,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin,
-  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxThreadsPerMultiProcessor,
   cudaDevAttrL2CacheSize,
   cudaDevAttrComputeCapabilityMajor,
   cudaDevAttrComputeCapabilityMinor,
 };
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize,
-  cudaFuncAttributePreferredSharedMemoryCarveout
-};
-constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
 namespace emulator {
-inline std::map<const void*, size_t> most_dynamic_bytes;  // by kernel, if it was set
 inline cudaError_t last_error = cudaSuccess;
 inline cudaError_t result(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
@@ -40,15 +30,6 @@ inline cudaError_t cudaGetDevice(int* index) {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const emulator::Device& device = emulator::device();
   switch (attribute) {
-    case cudaDevAttrMaxSharedMemoryPerBlock:
-      *value = 48 << 10;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      *value = device.shared_bytes;
-      break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
-      *value = device.shared_bytes + 1024;
-      break;
     case cudaDevAttrMultiProcessorCount:
       *value = device.multiprocessors;
       break;
@@ -75,14 +56,13 @@ struct cudaFuncAttributes {
 };
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
-  *attributes = {0, 0, int(emulator::kMostThreads), 0, EMULATED_ARCH / 10, EMULATED_ARCH / 10, 48 << 10};
-  return cudaSuccess;
-}
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int value) {
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || value > emulator::device().shared_bytes) return emulator::result(cudaErrorInvalidValue);
-  emulator::most_dynamic_bytes[reinterpret_cast<const void*>(kernel)] = size_t(value);
+  *attributes = {0,
+                 0,
+                 int(emulator::kMostThreads),
+                 0,
+                 EMULATED_ARCH / 10,
+                 EMULATED_ARCH / 10,
+                 int(emulator::kMostShared)};
   return cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() {
@@ -128,8 +108,7 @@ void launch(const Configuration& configuration, void (*kernel)(Parameters...),
     const Call& c = *static_cast<Call*>(given);
     std::apply(c.kernel, c.parameters);
   };
-  const auto most = most_dynamic_bytes.find(reinterpret_cast<const void*>(kernel));
-  run(configuration, body, &call, sizeof call, most == most_dynamic_bytes.end() ? 48 << 10 : most->second);
+  run(configuration, body, &call, sizeof call);
 }
 
 }  // namespace emulator

@@ -10,6 +10,7 @@
 namespace emulator {
 
 constexpr unsigned kMostThreads = 1024, kLanes = 32;
+constexpr size_t kMostShared = 48 << 10;  // dynamic memory of a block, in bytes
 
 struct Index {
   unsigned x = 1, y = 1, z = 1;
@@ -22,7 +23,7 @@ struct Configuration {
 
 // The device, configured by environment variables (see cuda_emulator.h).
 struct Device {
-  int multiprocessors, l2_bytes, shared_bytes;  // shared_bytes: limit of dynamic memory per block
+  int multiprocessors, l2_bytes;
   uint64_t seed;
   bool preempts, finds_races;
 };
@@ -34,8 +35,7 @@ const Device& device();
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 // Runs body(parameters) in every thread. Throws std::runtime_error if the launch is invalid or a thread
 // fails.
-void run(const Configuration& configuration, void (*body)(void*), void* parameters, size_t bytes,
-         size_t most_dynamic_bytes);
+void run(const Configuration& configuration, void (*body)(void*), void* parameters, size_t bytes);
 
 // Synchronises a warp's lanes in `mask`. The last one to arrive calls `operation` once, in place, with the
 // payloads of all 32 lanes, and every lane gets its own payload back. All must pass the same name and size.
@@ -45,8 +45,8 @@ struct alignas(16) Payload {
 using Operation = void (*)(Payload* lanes, unsigned mask);
 void together(const char* name, unsigned mask, void* payload, size_t bytes, Operation operation,
               bool orders_memory = false);
-void block_barrier(int* sum = nullptr);  // replaces *sum by the sum over the block
-void preempt();                          // may switch to another thread
+void block_barrier();
+void preempt();  // may switch to another thread
 
 // The running thread, as far as memory.cpp needs it.
 struct Now {

@@ -285,7 +285,7 @@ inline void transposed_operator(Tensor out, Tensor x) {
   transposed_matrix<<<1, 32>>>(static_cast<const float*>(x.data_ptr()), static_cast<float*>(out.data_ptr()));
 }
 
-// out = x, with `bytes` of dynamic shared memory, which is requested first if `asks`.
+// out = x, with `bytes` of dynamic shared memory.
 __global__ void dynamic_kernel(const float* x, float* out, int bytes) {
   extern __shared__ alignas(16) float memory[];
   const int last = bytes / 4 - 1;
@@ -293,13 +293,7 @@ __global__ void dynamic_kernel(const float* x, float* out, int bytes) {
   __syncthreads();
   if (threadIdx.x == 1) out[0] = memory[last];
 }
-inline void dynamic_operator(Tensor out, Tensor x, int64_t bytes, bool asks) {
-  if (asks) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(dynamic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes));
-    if (error != cudaSuccess) cudaGetLastError();  // clear it, or the next launch would report it
-    STD_CUDA_CHECK(error);
-  }
+inline void dynamic_operator(Tensor out, Tensor x, int64_t bytes) {
   dynamic_kernel<<<1, kThreads, bytes>>>(static_cast<const float*>(x.data_ptr()),
                                          static_cast<float*>(out.data_ptr()), int(bytes));
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -321,7 +315,7 @@ STABLE_TORCH_LIBRARY(attn_plugins_faults, m) {
   DEFINE(incomplete)
   m.def("product(Tensor(a!) out, Tensor x, int type) -> ()");
   m.def("transposed(Tensor(a!) out, Tensor x) -> ()");
-  m.def("dynamic(Tensor(a!) out, Tensor x, int bytes, bool asks) -> ()");
+  m.def("dynamic(Tensor(a!) out, Tensor x, int bytes) -> ()");
   m.def("launch(Tensor(a!) out, int blocks) -> ()");
 }
 

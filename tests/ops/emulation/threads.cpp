@@ -51,7 +51,6 @@ Payload payloads[kMostThreads];
 Meeting meetings[kMostThreads / kLanes][kLanes];  // by warp; masks are disjoint
 unsigned returned[kMostThreads / kLanes];         // lanes by warp
 unsigned ready[kMostThreads], ready_count, in_barrier;
-int barrier_sum, barrier_result;
 jmp_buf scheduler;
 void (*body)(void*);
 void* parameters;
@@ -161,7 +160,7 @@ void run_block(unsigned block) {
   std::memset(now.known, 0, now.threads * sizeof now.known[0]);
   std::memset(meetings, 0, sizeof meetings);
   std::memset(returned, 0, sizeof returned);
-  in_barrier = ready_count = 0, barrier_sum = 0;
+  in_barrier = ready_count = 0;
   for (unsigned i = 0; i < now.threads; ++i) make_ready(i);
   while (ready_count > 0) {
     const unsigned chosen = random_below(ready_count);
@@ -200,8 +199,7 @@ void fail(const char* format, ...) {
   _longjmp(scheduler, 1);
 }
 
-void run(const Configuration& c, void (*thread_body)(void*), void* thread_parameters, size_t bytes,
-         size_t most_dynamic_bytes) {
+void run(const Configuration& c, void (*thread_body)(void*), void* thread_parameters, size_t bytes) {
   const uint64_t threads = uint64_t(c.block.x) * c.block.y * c.block.z;
   const uint64_t blocks = uint64_t(c.grid.x) * c.grid.y * c.grid.z;
   if (threads == 0 || threads > kMostThreads || c.block.z > 64) {
@@ -211,10 +209,10 @@ void run(const Configuration& c, void (*thread_body)(void*), void* thread_parame
     throw std::runtime_error("emulator: invalid grid of " + std::to_string(c.grid.x) + " x " +
                              std::to_string(c.grid.y) + " x " + std::to_string(c.grid.z) + " blocks");
   }
-  if (c.shared_bytes > most_dynamic_bytes) {
+  if (c.shared_bytes > kMostShared) {
     throw std::runtime_error("emulator: " + std::to_string(c.shared_bytes) +
                              " bytes of dynamic shared memory, where the kernel may have " +
-                             std::to_string(most_dynamic_bytes));
+                             std::to_string(kMostShared));
   }
   if (stacks == nullptr) {
     stacks = static_cast<char*>(mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE,
@@ -304,17 +302,16 @@ void together(const char* name, unsigned mask, void* payload, size_t bytes, Oper
   if (bytes > 0) std::memcpy(payload, payloads[me].bytes, bytes);
 }
 
-void block_barrier(int* sum) {
+void block_barrier() {
   const Outside outside;
   for (unsigned warp = 0; warp * kLanes < now.threads; ++warp) {
     if (returned[warp])
       fail("__syncthreads waits for lanes %08x of warp %u, which have returned", returned[warp], warp);
   }
-  if (sum != nullptr) barrier_sum += *sum;
   if (++in_barrier < now.threads) {
     wait("__syncthreads");
   } else {
-    in_barrier = 0, barrier_result = barrier_sum, barrier_sum = 0;
+    in_barrier = 0;
     ++now.epoch;
     for (unsigned i = 0; i < now.threads; ++i) {
       if (i != now.thread) make_ready(i);
@@ -322,7 +319,6 @@ void block_barrier(int* sum) {
     make_ready(now.thread);
     leave();
   }
-  if (sum != nullptr) *sum = barrier_result;
 }
 
 const Device& device() {
@@ -335,7 +331,6 @@ const Device& device() {
   if (at != now.launch || body == nullptr) {
     known.multiprocessors = int(number("EMULATOR_MULTIPROCESSORS", 132));
     known.l2_bytes = int(number("EMULATOR_L2", 60 << 20));
-    known.shared_bytes = int(number("EMULATOR_SHARED", 227 << 10));
     known.seed = uint64_t(number("EMULATOR_SEED", 0));
     known.preempts = number("EMULATOR_PREEMPTS", 1) != 0;
     known.finds_races = number("EMULATOR_RACES", 1) != 0;
