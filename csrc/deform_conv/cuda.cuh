@@ -3,10 +3,8 @@
 #pragma once
 
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
 #include <limits>
-#include <type_traits>
 
 #include "common/dispatch.cuh"
 #include "common/transpose.cuh"
