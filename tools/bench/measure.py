@@ -80,8 +80,7 @@ def _measure(
         facts = {"kind": case.kind, "served_by": served_by(ours), "work": roofline.work_of(ours)._asdict()}
         facts |= {"refusals": {}, "differences": {}}
         expected = ours()
-        names = others(facts["served_by"], device)
-        prepared |= {f"{OWN}{name}": lambda name=name: forced(ours, name) for name in names}
+        prepared |= {f"{OWN}{name}": lambda name=name: forced(ours, name) for name in others(facts["served_by"])}
     contestants: dict[str, Contestant] = {}
     memory: dict[str, dict[str, int]] = {}
     errors = {name: {"error": f"cannot run: {reason}"} for name, reason in crashed.items()}
@@ -127,15 +126,10 @@ def _measure(
     return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})
 
 
-def others(served: Mapping[str, list[str]], device: str) -> list[str]:
-    """Return the backends of the operators that ran, but for the only one that served.
-
-    On CUDA, definitions in PyTorch take 5 to 80 times as long and are left out; criss-cross attention has products.
-    """
+def others(served: Mapping[str, list[str]]) -> list[str]:
+    """Return the backends of the operators that ran, but for the only one that served."""
     serving = {name for names in served.values() for name in names}
     candidates = dict.fromkeys(name for operator in served for name in backends_of(operator))
-    if device == "cuda" and "criss_cross_attention" not in served:
-        candidates.pop("torch", None)
     return [name for name in candidates if serving != {name}]
 
 

@@ -61,7 +61,7 @@ BACKENDS = {
     "triton": "Triton kernels",
     "sdpa": "PyTorch's SDPA",
     "amx": "PyTorch's SDPA (bfloat16 with AMX)",
-    "flash": "PyTorch's flash attention",
+    "flash": "PyTorch's or cuDNN's flash attention",
     "torch": "PyTorch operations",
 }
 

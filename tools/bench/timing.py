@@ -111,12 +111,11 @@ def captured(run: Run) -> Run:
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        result = run()
-    kept = run, result  # whose tensors the graph reads and writes: the next capture gives freed memory back
+        kept = run(), run  # the graph writes and reads their tensors: the next capture returns freed memory
 
     def replay() -> object:
         graph.replay()
-        return kept[1]
+        return kept[0]
 
     return replay
 

@@ -143,7 +143,8 @@ def compare(samples: Samples, rule: str, pair: list[str | list[str]], claim: Map
         why = f"paired bootstrap over the test sentences, one seed: p = {p}"
     if rule == "as_good":
         why += f"; margin {margin:g}"
-    return Outcome(verdict, f"{names[0]} {a}, {names[1]} {b}: {round(shift, 1) + 0.0:+.1f}", why, ((shift, half),))
+    shown = round(shift, 1) + 0.0  # never -0.0
+    return Outcome(verdict, f"{names[0]} {a}, {names[1]} {b}: {shown:+.1f}", why, ((shift, half),))
 
 
 def outcome(claim: Mapping[str, Any], samples: Samples) -> Outcome:
