@@ -204,6 +204,7 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         smoothing: σ_p: ``'zscore'`` standardises a query's position logits over its keys, ``'sqrt_d'`` divides them
             by √d.
         content_scale: Factor of the content logits; d^-1/2 if None. mmcv's content-only module uses 1.
+        gate_init: Initial ``gamma``.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
@@ -221,13 +222,14 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         smoothing: Smoothing = "zscore",
         content_scale: float | None = None,
         *,
+        gate_init: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_channels, reduction, kernel_size, outside, smoothing)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         values = predicted_values(sum(self.kernel_size) - 1, outside)
-        self.make_layers(in_channels, self.width, **factory)
+        self.make_layers(in_channels, self.width, gate_init, **factory)
         self.position = PositionPredictor(in_channels, self.width, values, **factory)
         self.scale = self.width**-0.5 if content_scale is None else content_scale
 

@@ -21,16 +21,17 @@ from .relative_tables import Position, RelativeTables
 
 
 class Gamma(nn.Module):
-    """A learned factor, initially 0, with mmcv's parameter name."""
+    """A learned factor, initially ``initial``, with mmcv's parameter name."""
 
-    def __init__(self, **factory: Any) -> None:
+    def __init__(self, initial: float, **factory: Any) -> None:
         super().__init__()
+        self.initial = initial
         self.scale = nn.Parameter(torch.empty((), **factory))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zero the factor."""
-        nn.init.zeros_(self.scale)
+        """Set the factor to its initial value."""
+        nn.init.constant_(self.scale, self.initial)
 
     def forward(self, x: Tensor, attended: Tensor) -> Tensor:
         """Return ``x + scale * attended`` in the memory format of ``x``."""
@@ -46,13 +47,13 @@ class CrissCross(MapAttention):
     in_channels: int
     scale: float  # factor of the content logits
 
-    def make_layers(self, in_channels: int, width: int, **factory: Any) -> None:
+    def make_layers(self, in_channels: int, width: int, gate_init: float, **factory: Any) -> None:
         """Create the projections and the residual's factor."""
         self.in_channels, self.width = in_channels, width
         self.query_conv = nn.Conv2d(in_channels, width, 1, **factory)
         self.key_conv = nn.Conv2d(in_channels, width, 1, **factory)
         self.value_conv = nn.Conv2d(in_channels, in_channels, 1, **factory)
-        self.gamma = Gamma(**factory)
+        self.gamma = Gamma(gate_init, **factory)
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
         """Compute the position logits of the H keys in a query's column, then of the W keys in its row.
@@ -155,6 +156,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         position: ``'none'`` or ``'relative'``.
         input_size: (H, W) of the module's input, which determines the size of the relative tables.
         scale: Factor of all logits.
+        gate_init: Initial ``gamma``.
         resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
             ``input_size``; otherwise this is an error.
 
@@ -173,6 +175,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         input_size: int | Sequence[int] | None = None,
         scale: float = 1.0,
         *,
+        gate_init: float = 0.0,
         resize_tables: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -182,7 +185,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         width = max(in_channels // reduction, 1)
         super().__init__(position, input_size, width, resize_tables, **factory)
         self.reduction, self.scale = reduction, float(scale)
-        self.make_layers(in_channels, width, **factory)
+        self.make_layers(in_channels, width, gate_init, **factory)
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
         """Compute the products of queries and tables; None without tables."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_plugins.modules import CrissCrossAttention2d
+from attn_plugins.modules import BilateralCrissCross2d, CrissCrossAttention2d
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.module_inputs import drawn
 
@@ -61,6 +61,15 @@ def test_parameters():
     plain = CrissCrossAttention2d(16)
     assert sum(p.numel() for p in plain.parameters()) == 2 * (16 * 2 + 2) + 16 * 16 + 16 + 1
     assert "reduction=8, position='relative', scale=1, input_size=(5, 7)" in repr(module)
+
+
+@pytest.mark.parametrize("layer", [CrissCrossAttention2d, BilateralCrissCross2d])
+def test_initial_gate(layer):
+    module = layer(16, gate_init=0.5)
+    assert layer(16).gamma.scale == 0 and module.gamma.scale == 0.5
+    torch.nn.init.ones_(module.gamma.scale)
+    module.gamma.reset_parameters()
+    assert module.gamma.scale == 0.5
 
 
 def test_a_map_of_another_size_interpolates_the_tables():
