@@ -66,7 +66,8 @@ def test_parameters():
 @pytest.mark.parametrize("layer", [CrissCrossAttention2d, BilateralCrissCross2d])
 def test_initial_gate(layer):
     module = layer(16, gate_init=0.5)
-    assert layer(16).gamma.scale == 0 and module.gamma.scale == 0.5
+    assert layer(16).gamma.scale == 0
+    assert module.gamma.scale == 0.5
     torch.nn.init.ones_(module.gamma.scale)
     module.gamma.reset_parameters()
     assert module.gamma.scale == 0.5
