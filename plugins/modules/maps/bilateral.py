@@ -192,8 +192,8 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
     """``x + gamma * attention`` along each position's row and column, with logits of content and of position.
 
     Source: Thesis, Eq. 3.9 to 3.12, on criss-cross attention (Huang et al. 2019). The position logits are predicted
-    for the k rows and k columns around the query, the query itself once, and are v_i beyond. ``gamma`` starts at 0, so
-    inserting the layer does not change a trained network's output. Parameters are named as in mmcv's
+    for the k rows and k columns around the query, the query itself once, and are v_i beyond. ``gamma`` starts at 0 by
+    default, so inserting the layer does not change a trained network's output. Parameters are named as in mmcv's
     ``CrissCrossAttention``, whose checkpoints load except for ``position``.
 
     Args:

@@ -147,8 +147,9 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         scale * q_i·(k_j + r_W[j_x - i_x])  in the row,  scale * q_i·(k_j + r_H[j_y - i_y])  in the column
 
     with learned tables r_W (2W - 1, d) and r_H (2H - 1, d), or r = 0 without tables. The query itself is a key of its
-    row only, so r_H[0] is never read. ``gamma`` starts at 0, so inserting the layer does not change a trained network's
-    output. Without tables and with ``scale=1`` this is mmcv's ``CrissCrossAttention``, whose checkpoints load.
+    row only, so r_H[0] is never read. ``gamma`` starts at 0 by default, so inserting the layer does not change a
+    trained network's output. Without tables and with ``scale=1`` this is mmcv's ``CrissCrossAttention``, whose
+    checkpoints load.
 
     Args:
         in_channels: C.
