@@ -56,6 +56,12 @@ def test_every_public_module_is_tested():
     assert set(MODULES) == set(public_modules()) == {name for name in INPUTS if "," not in name}
 
 
+def test_options_are_printed():
+    names: dict[str, str] = {}
+    for name, make in VARIANTS.items():
+        assert (other := names.setdefault(repr(make()), name)) == name, (name, other)
+
+
 # --- results and gradients --------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d
 from attn_plugins.modules.maps import criss_cross
@@ -65,9 +66,14 @@ def test_a_scaled_sum_of_other_dtypes_and_shapes(device):
     torch.testing.assert_close(add_scaled(x, scale, half), x + scale * half)
 
 
+class Negated(nn.Conv2d):
+    def forward(self, x):
+        return -super().forward(x)
+
+
 @pytest.mark.parametrize("position", ["none", "relative"])
 def test_one_product_projects(position, monkeypatch):
-    """It gives what three layers give; a layer that somebody observes is still called."""
+    """It gives what three layers give; a layer that somebody observes or replaces is still called."""
     module = CrissCrossAttention2d(6, 2, position, input_size=(4, 5), dtype=torch.float64)
     drawn(module)
     x = torch.randn(2, 6, 4, 5, dtype=torch.float64)
@@ -84,3 +90,8 @@ def test_one_product_projects(position, monkeypatch):
         torch.testing.assert_close(output, expected)
         torch.testing.assert_close(torch.autograd.grad(output.sum(), list(module.parameters())), grads)
         assert len(calls) == hooked
+    module.key_conv.__class__ = Negated
+    assert not torch.allclose(module(x), expected)
+    replaced = module(x)
+    monkeypatch.undo()
+    torch.testing.assert_close(module(x), replaced)

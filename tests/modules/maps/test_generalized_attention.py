@@ -17,6 +17,7 @@ VARIANTS = {
     "key stride": dict(kv_stride=2),
     "both strides": dict(kv_stride=3, q_stride=2),
     "range and stride": dict(spatial_range=5, kv_stride=2),
+    "range and equal strides": dict(spatial_range=5, kv_stride=2, q_stride=2),
     "options": dict(position_embedding_dim=6, position_magnitude=2, scale=0.5),
 }
 
