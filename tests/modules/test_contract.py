@@ -56,10 +56,10 @@ def test_every_public_module_is_tested():
     assert set(MODULES) == set(public_modules()) == {name for name in INPUTS if "," not in name}
 
 
-def test_options_are_printed():
+def test_variants_print_differently():
     names: dict[str, str] = {}
     for name, make in VARIANTS.items():
-        assert (other := names.setdefault(repr(make()), name)) == name, (name, other)
+        assert names.setdefault(repr(make()), name) == name
 
 
 # --- results and gradients --------------------------------------------------------------------------------------------
@@ -320,6 +320,21 @@ def test_reset_from_the_children_on_draws_what_the_constructor_does(name):
             (mean, deviation), (wanted_mean, wanted) = kind_of(tensor), kind_of(expected)
             assert deviation == pytest.approx(wanted, rel=0.5), key
             assert abs(mean - wanted_mean) < wanted, key
+
+
+@pytest.mark.parametrize(
+    ("name", "vectors"),
+    [
+        ("GeneralizedAttention2d", ("appr_bias", "geom_bias")),
+        ("MultiheadSpatialAttention", ("content_bias", "position_bias")),
+        ("SpatialSelfAttention", ("saliency", "position")),
+    ],
+)
+def test_u_and_v_start_as_mmcvs(name, vectors):
+    """They are uniform within 1 / sqrt(2d), here d = 512."""
+    module = getattr(modules, name)(512, 1, attention_type="1111")
+    for vector in vectors:
+        assert 0.95 / 32 < getattr(module, vector).abs().max() <= 1 / 32
 
 
 @pytest.mark.parametrize("name", UNCHANGING)
