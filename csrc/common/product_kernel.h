@@ -70,7 +70,7 @@ ATTN_INLINE T over_all_lanes(typename Vector<T>::type vector) {
   for (int64_t l = 0; l < lanes; ++l) lane[l] = l;
 #pragma GCC unroll 4
   for (int64_t half = lanes / 2; half > 0; half /= 2) {
-    const auto other = __builtin_shuffle(vector, lane ^ typename Exp<T>::Bits(half));
+    const auto other = shuffled<T>(vector, lane ^ typename Exp<T>::Bits(half));
     if constexpr (SUM)
       vector += other;
     else

@@ -8,6 +8,18 @@ struct Vector {
   static constexpr int64_t lanes = VECTOR_BYTES / sizeof(T);
 };
 
+// Returns the lanes in another order; clang's builtin for that takes only constants.
+template <typename T>
+ATTN_INLINE typename Vector<T>::type shuffled(typename Vector<T>::type vector, typename Vector<T>::bits order) {
+#ifdef __clang__
+  typename Vector<T>::type result;
+  for (int l = 0; l < Vector<T>::lanes; ++l) result[l] = vector[order[l]];
+  return result;
+#else
+  return __builtin_shuffle(vector, order);
+#endif
+}
+
 // Loads a vector of elements without any alignment requirement.
 template <typename T>
 ATTN_INLINE typename Vector<T>::type load(const T* from) {

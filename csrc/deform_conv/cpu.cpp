@@ -100,20 +100,26 @@ bool multiplies_bfloat16() {
 }
 
 struct CpuKernels {
-  // Memory for a block's columns: large enough for few blocks, since all threads synchronise after each, yet
-  // a small part of the columns of a whole batch.
+  // Memory for a block's columns, or for its samples if these take more: large enough for few blocks, since
+  // all threads synchronise after each, yet a small part of the columns of a whole batch.
   static constexpr int64_t kBlockBytes = 12 << 20;
+
+  // Bytes per channel of a tap's column, or of its samples.
+  static int64_t tap_bytes(const Geometry& g, int64_t element_bytes) {
+    const int64_t samples = g.offset_groups * static_cast<int64_t>(sizeof(Sample<float>));
+    return std::max(element_bytes, (samples + g.C - 1) / std::max<int64_t>(1, g.C));
+  }
 
   // Pixels per block, such that the blocks of a chunk have equal sizes.
   static int64_t block_pixels(const Geometry& g, int64_t element_bytes) {
-    const int64_t most = pixels_of_bytes(g, element_bytes, kBlockBytes);
+    const int64_t most = pixels_of_bytes(g, tap_bytes(g, element_bytes), kBlockBytes);
     const int64_t blocks = std::max<int64_t>(1, (g.pixels() + most - 1) / most);
     return std::max<int64_t>(1, (g.pixels() + blocks - 1) / blocks);
   }
 
   // Images that fill about two blocks, so that their channels-last copies stay small as well.
   static int64_t images_per_chunk(const Geometry& g, int64_t element_bytes) {
-    const int64_t pixels = 2 * pixels_of_bytes(g, element_bytes, kBlockBytes);
+    const int64_t pixels = 2 * pixels_of_bytes(g, tap_bytes(g, element_bytes), kBlockBytes);
     return std::clamp<int64_t>(pixels / std::max<int64_t>(1, g.Ho * g.Wo), 1, std::max<int64_t>(1, g.N));
   }
   static constexpr bool columns_replace_gradients = false;

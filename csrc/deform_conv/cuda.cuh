@@ -96,11 +96,11 @@ struct CudaKernels {
       return std::ranges::all_of(numbers, [](int64_t n) { return n <= limit; });
     };
     STD_TORCH_CHECK(small({g.C * 8, g.H * g.W, g.H + 2 * g.pad_h, g.W + 2 * g.pad_w, g.pixels(),
-                           2 * g.taps() * g.offset_groups, g.Ho * g.stride_h, g.Wo * g.stride_w,
-                           g.Kh * g.dilation_h, g.Kw * g.dilation_w}),
-                    "attn_plugins: no map, stride, dilation or number of taps of a deformable convolution "
-                    "may reach 2^31 on "
-                    "CUDA, nor channels 2^28, got input (",
+                           length * g.taps(), 2 * g.taps() * g.offset_groups, g.Ho * g.stride_h,
+                           g.Wo * g.stride_w, g.Kh * g.dilation_h, g.Kw * g.dilation_w}),
+                    "attn_plugins: no map, stride, dilation, number of taps or of a block's taps "
+                    "(ATTN_PLUGINS_BLOCK_PIXELS) of a deformable convolution may reach 2^31 on CUDA, nor "
+                    "channels 2^28, got input (",
                     g.N, ", ", g.C, ", ", g.H, ", ", g.W, ") and output ", g.Ho, " x ", g.Wo);
     SamplingProblem<T> p{};
     p.input = data_of<const T>(input);

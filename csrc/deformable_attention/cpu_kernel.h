@@ -63,7 +63,7 @@ ATTN_INLINE T sum_of_lanes(typename Vector<T>::type v) {
   for (int distance = Vector<T>::lanes / 2; distance > 0; distance /= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < Vector<T>::lanes; ++i) order[i] = i ^ distance;
-    v += __builtin_shuffle(v, order);
+    v += shuffled<T>(v, order);
   }
   return v[0];
 }

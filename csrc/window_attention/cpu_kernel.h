@@ -177,8 +177,10 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
       ++next;
       const int64_t offset = t % p.kernel[1] * p.dilation[1];
       const T* outside = p.outside + offset % p.stride[1] * p.line + offset / p.stride[1] + x0;
-      for (int64_t x = 0; x < padded; x += lanes)
-        *reinterpret_cast<V*>(row + x) += *reinterpret_cast<const V*>(outside + x);
+      for (int64_t x = 0; x < padded; x += lanes) {
+        const V l = *reinterpret_cast<const V*>(row + x), o = *reinterpret_cast<const V*>(outside + x);
+        *reinterpret_cast<V*>(row + x) = o == V{} ? l : o;  // chosen: a sum could be NaN
+      }
     } else {
       for (int64_t x = 0; x < padded; ++x) row[x] = -std::numeric_limits<T>::infinity();
     }

@@ -13,7 +13,7 @@ ATTN_INLINE typename Vector<T>::type over_lanes(typename Vector<T>::type v) {
   for (int distance = Vector<T>::lanes / 2; distance > 0; distance /= 2) {
 #pragma GCC unroll 16
     for (int i = 0; i < Vector<T>::lanes; ++i) order[i] = i ^ distance;
-    const V other = __builtin_shuffle(v, order);
+    const V other = shuffled<T>(v, order);
     v = SUM ? v + other : ((other > v) | (other != other) ? other : v);
   }
   return v;

@@ -37,6 +37,11 @@ from .captioning_dataset import CaptionedImage, CaptioningDataset
 
 logger = logging.getLogger(__name__)
 MANY_UNKNOWN = 0.25  # share of a split's words; rare words are 1 % in COCO and more in a small set
+UNSUPPORTED = {  # options of generation
+    "print_alignment": "whose sources are not sentences",
+    "replace_unk": "whose sources are not sentences",
+    "retain_dropout": "whose models drop out in training alone",
+}
 ORACLE_WORDS = 1000  # the thesis uses the most frequent words as labels (section 2.5.2)
 
 
@@ -108,6 +113,8 @@ class CaptioningTask(FairseqTask):
             if getattr(cfg, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
         self.problems = Problems(cfg.skip_invalid_samples)
+        if cfg.oracle_attributes and cfg.attributes is not None:
+            raise ValueError(f"--oracle-attributes replaces --attributes: give one of them, got {cfg.attributes}")
         regions = self._path("regions", "regions.npz", "regions.h5", "regions.hdf5", "regions.lmdb")
         self.regions = None if regions is None else RegionFeatures(regions)
         self.attributes_file = None if cfg.oracle_attributes else self._path("attributes", "attributes.json")
@@ -329,12 +336,14 @@ class CaptioningTask(FairseqTask):
         """Build fairseq's generator.
 
         Raises:
-            ValueError: ``--print-alignment`` is given, which is ambiguous for two modalities.
+            ValueError: An option is given that needs sentences as sources or dropout of fairseq's own, or the results
+                would be the references.
         """
-        if getattr(args, "print_alignment", None):
-            raise ValueError(
-                "--print-alignment is not supported by the task captioning, whose sources are not sentences"
-            )
+        for option, why in UNSUPPORTED.items():
+            if getattr(args, option, None):
+                raise ValueError(f"--{option.replace('_', '-')} is not supported by the task captioning, {why}")
+        if self.cfg.results_json is not None and getattr(args, "score_reference", False):
+            raise ValueError("--results-json needs generated captions: leave out --score-reference")
         if self.cfg.results_json is not None:
             self._results = {}
         return super().build_generator(models, args, *more, **kwargs)
@@ -353,10 +362,18 @@ class CaptioningTask(FairseqTask):
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's iterator; with ``--results-json``, it writes the file after a complete pass."""
         batches = super().get_batch_iterator(*args, **kwargs)
-        if self.cfg.results_json is not None:
+        if self.cfg.results_json is not None and "next_epoch_itr" not in vars(batches):  # fairseq keeps its iterators
             original = batches.next_epoch_itr
             batches.next_epoch_itr = lambda *a, **k: _Pass(original(*a, **k), self._write_results)
         return batches
+
+    def build_dataset_for_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise an error: fairseq-interactive reads sentences.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError("fairseq-interactive reads sentences, not images: use fairseq-generate or tools.caption")
 
     def _write_results(self) -> None:
         results, self._results = self._results, None

@@ -72,7 +72,8 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         Without ``reduce``, both are per word, and a caption's penalty is divided equally among its words.
         """
         loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
-        weights = net_output[1].get("weights", {}).get("regions")
+        extra = net_output[1] if isinstance(net_output[1], dict) else {}
+        weights = extra.get("weights", {}).get("regions")
         if weights is None:
             raise ValueError(
                 "--criterion doubly_stochastic_cross_entropy needs a model that returns its weights of regions: "

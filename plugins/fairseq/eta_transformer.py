@@ -94,6 +94,8 @@ class EtaDecoder(StepwiseDecoder):
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
         super().__init__(cfg, dictionary, embed_tokens)
+        if cfg.layers < 1:
+            raise ValueError(f"--layers must be at least 1, got {cfg.layers}; --no-encoder omits the encoders")
         C, pad = cfg.embed_dim, dictionary.pad()
         self.embed_positions = SinusoidalPositionalEmbedding(C, pad, cfg.max_target_positions + pad + 1)
         self.dropout = nn.Dropout(cfg.dropout)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from argparse import Namespace
+from contextlib import nullcontext
 from typing import Any
 
 from fairseq.distributed import fsdp_wrap
@@ -23,10 +24,11 @@ from fairseq.models.transformer import (
 )
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
 from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
-from .spatial_transformer_options import SpatialTransformerConfig, checked
+from .spatial_transformer_options import SpatialTransformerConfig, checked, pruned_options
 
 
 class SpatialEncoderLayer(TransformerEncoderLayerBase):
@@ -104,7 +106,7 @@ class SpatialDecoder(TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
-        """Compute features; the alignment is omitted in training and in generation without ``--print-alignment``."""
+        """Compute features; training, and generation without ``--print-alignment``, leave the alignment out."""
         if alignment_layer is None and (self.training or not self.need_alignment):
             alignment_layer = -1  # no layer computes weights
         elif self.training:
@@ -123,14 +125,21 @@ class SpatialDecoder(TransformerDecoderBase):
 class OwnCheckpoints:
     """Mixin whose error for an incompatible checkpoint fits on one line."""
 
-    def load_state_dict(self, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint.
+    def load_state_dict(
+        self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None
+    ) -> Any:
+        """Load a checkpoint; if fairseq prunes it by ``--encoder-layers-to-keep``, ``model_cfg`` then says so.
 
         Raises:
             ValueError: The checkpoint belongs to another model.
         """
+        kept = pruned_options(model_cfg) if model_cfg is not None else {}
         try:
-            return super().load_state_dict(state_dict, *args, **kwargs)  # type: ignore[misc]
+            result = super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
+            with open_dict(model_cfg) if OmegaConf.is_config(model_cfg) else nullcontext():
+                for name, value in kept.items():
+                    setattr(model_cfg, name, value)
+            return result
         except RuntimeError as error:
             own = self.state_dict()  # type: ignore[attr-defined]
             differ = [name for name in own if name in state_dict and own[name].shape != state_dict[name].shape]
@@ -164,11 +173,14 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
             ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
-        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and cfg.cross_terms.relative:
+        crossed = not cfg.no_cross_attention
+        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and crossed and cfg.cross_terms.relative:
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
                 f"{cfg.cross_attention}: they count target positions from the left"
             )
+        if getattr(getattr(task, "cfg", None), "load_alignments", False):
+            raise ValueError("--load-alignments must be left out: the alignment of spatial_transformer has no gradient")
         return super().build_model(cfg, task)
 
     @classmethod

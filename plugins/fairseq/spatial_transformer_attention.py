@@ -53,6 +53,16 @@ class _CachedAttention(FairseqIncrementalState, nn.Module):
             cache.reorder(new_order)
         return state
 
+    def make_generation_fast_(
+        self, name: str = "", retain_dropout: bool = False, retain_dropout_modules: Any = None, **kwargs: Any
+    ) -> None:
+        """Refuse ``--retain-dropout`` of all modules, since the dropout of weights is one of training alone."""
+        if retain_dropout and retain_dropout_modules is None and getattr(self.attention, "dropout", 0.0) > 0:
+            raise ValueError(
+                f"--retain-dropout cannot retain the --attention-dropout of {name}: choose modules with "
+                "--retain-dropout-modules"
+            )
+
     def _get_input_buffer(self, state: IncrementalState | None) -> dict[str, Tensor]:
         """Return an empty buffer: fairseq's decoder layer reads it only with cross+self-attention."""
         return {}
@@ -162,7 +172,7 @@ class SpatialEncoderAttention(_CachedAttention):
         key = key.transpose(0, 1)
         if cache is None or cache.value is None:  # later steps read only its shape
             key = key.contiguous()
-            if cache is not None:
+            if cache is not None and key.device.type == "cpu":  # elsewhere the check is slower than the copy
                 same = (key[1:] == key[:-1]).flatten(1).all(1)
                 sentence = F.pad((~same).cumsum(0), (1, 0))
                 self.set_incremental_state(incremental_state, "sentences", {"sentence": sentence})
@@ -178,7 +188,7 @@ class SpatialEncoderAttention(_CachedAttention):
     def reorder_incremental_state(self, state: IncrementalState, new_order: Tensor) -> IncrementalState:
         """Reorder to follow the beam; on the CPU, skip the copy of keys and values if no row changes its sentence."""
         sentences = self.get_incremental_state(state, "sentences")
-        if sentences is not None and new_order.device.type == "cpu":  # elsewhere the check is slower than the copy
+        if sentences is not None:
             sentence = sentences["sentence"]
             sentences["sentence"] = sentence[new_order]
             if torch.equal(sentences["sentence"], sentence):

@@ -49,7 +49,8 @@ class SideOptions(FairseqDataclass):
         default="auto",
         metadata={
             "help": "absolute: add position embeddings to the words; none: do not; auto: add them if self-attention "
-            "has no relative positions (bits without the second and the fourth, none), and with bilateral"
+            "has no relative positions (bits without the second and the fourth, none; without --deformable), and with "
+            "bilateral"
         },
     )
 
@@ -215,25 +216,24 @@ def _check_side(args: Namespace, side: str) -> None:
         positions = "none" if relative and kind != "bilateral" else "absolute"
     elif positions == "absolute" and args.no_token_positional_embeddings:
         raise ValueError(f"--no-token-positional-embeddings contradicts --{side}-positions absolute")
+    if positions == "none" and getattr(args, f"{side}_learned_pos"):
+        raise ValueError(f"--{side}-learned-pos needs position embeddings: --{side}-positions absolute")
     setattr(args, f"{side}_positions", positions)
 
 
 def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
     """Return the kernel size of each layer; None without a kernel."""
-    given, layers = getattr(args, f"{side}_kernel_sizes"), getattr(args, f"{side}_layers")
+    given, layers, kept = getattr(args, f"{side}_kernel_sizes"), getattr(args, f"{side}_layers"), _kept(args, side)
     if kind not in KERNEL_SIZES:
         if given is not None:
             raise ValueError(
                 f"--{side}-kernel-sizes applies to dynamic and bilateral, got {given!r} with --{side}-attention "
                 f"{kind}; --attention-range limits four bits"
             )
-        return [None] * layers
+        return [None] * len(kept)
     if given is None:
-        return [KERNEL_SIZES[kind][side]] * layers
-    try:
-        sizes = [int(size) for size in str(given).strip("[]() ").split(",")]
-    except ValueError:
-        sizes = []
+        return [KERNEL_SIZES[kind][side]] * len(kept)
+    sizes = _numbers(given)
     if len(sizes) == 1:
         sizes = sizes * layers
     if len(sizes) != layers or any(size < 1 or (side == "encoder" and size % 2 == 0) for size in sizes):
@@ -242,8 +242,40 @@ def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
             f"--{side}-kernel-sizes must be one positive {parity}number, or {layers} separated by commas, one per "
             f"layer, got {given!r}"
         )
-    keep = getattr(args, f"{side}_layers_to_keep")
-    return sizes if not keep else [sizes[int(layer)] for layer in sorted(map(int, keep.split(",")))]
+    return [sizes[layer] for layer in kept]
+
+
+def _numbers(text: Any) -> list[int]:
+    """Return numbers separated by commas; none if the text is anything else."""
+    try:
+        return [int(number) for number in str(text).strip("[]() ").split(",")]
+    except ValueError:
+        return []
+
+
+def _kept(args: Any, side: str) -> list[int]:
+    """Return the layers that the model has, all without ``--...-layers-to-keep``."""
+    keep, layers = getattr(args, f"{side}_layers_to_keep"), list(range(getattr(args, f"{side}_layers")))
+    if not keep:
+        return layers
+    kept = sorted(_numbers(keep))
+    if not kept or not set(kept) <= set(layers):
+        raise ValueError(
+            f"--{side}-layers-to-keep must be layers from 0 to {len(layers) - 1}, separated by commas, got {keep!r}"
+        )
+    return kept
+
+
+def pruned_options(cfg: Any) -> dict[str, Any]:
+    """Return the options that describe the model without the layers that ``--...-layers-to-keep`` removes."""
+    options: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        if keep := getattr(cfg, f"{side}_layers_to_keep", None):
+            kept, sizes = sorted(_numbers(keep)), _numbers(getattr(cfg, f"{side}_kernel_sizes", None))
+            options[f"{side}_layers"] = len(kept)
+            if len(sizes) > 1:
+                options[f"{side}_kernel_sizes"] = ",".join(str(sizes[layer]) for layer in kept)
+    return options
 
 
 def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
@@ -265,7 +297,8 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
     if "encoder" in sides:
         args.cross_terms = _terms(args.cross_attention)
-        kinds, terms = [*kinds, args.cross_attention], [*terms, args.cross_terms]
+        if not args.no_cross_attention:
+            kinds, terms = [*kinds, args.cross_attention], [*terms, args.cross_terms]
     if args.query_key_bias and not any(part is not None and part.content for part in terms):
         raise ValueError(f"--query-key-bias needs attention whose first bit is set, got {', '.join(kinds)}")
     if "encoder" not in sides:

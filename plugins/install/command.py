@@ -7,7 +7,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from packaging.version import Version
@@ -51,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def main(
-    toolkits: Iterable[str],
+    toolkits: Sequence[str],
     constraint: Iterable[Path] = (),
     dry_run: bool = False,
     compile: bool = False,
@@ -60,6 +60,8 @@ def main(
     """Install ``toolkits``; return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        if (compile or openmmlab) and "mm" not in toolkits:
+            raise InstallError(f"--compile and --openmmlab are options of mm, got {' '.join(toolkits)}")
         work = Installation(Environment(constraint), compile)
         names = dict.fromkeys(toolkits)
         wanted = [mm_toolkit(compile, openmmlab) if name == "mm" else TOOLKITS[name] for name in names]
@@ -132,7 +134,7 @@ class Installation:
         if self._stands_in(native):
             return "to install without its compiled operators, for which attn_plugins stands in"
         target = wheels.Target(native, wheels.compiles_cuda(native))
-        if is_there("numpy") and target.cached():
+        if is_there("numpy") and target.cached(self.environment):
             return "to install from a cached wheel"
         low, high = (max(1, round(minutes / wheels.jobs())) for minutes in native.minutes)
         cuda = ", and several times that with its CUDA operators" if target.cuda else ""
@@ -180,7 +182,7 @@ class Installation:
 
     def _install_wheel(self, target: wheels.Target) -> None:
         command, module = "install --no-deps --force-reinstall", target.package.module
-        cached = target.cached()
+        cached = target.cached(self.environment)
         self.environment.pip(command, [str(target.build(self.environment))])
         if cached and not checks.run([module])[module].works:
             print("  the cached wheel does not run here and is compiled again")

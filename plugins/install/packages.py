@@ -70,6 +70,15 @@ def requirements_of(extra: str) -> list[str]:
     return [f"{r.name}{r.specifier}" for r in stated if r.marker and r.marker.evaluate({"extra": extra})]
 
 
+def _pins(file: Path) -> list[Requirement]:
+    """Read the requirements of a constraint file."""
+    try:
+        lines = [line.partition("#")[0].strip() for line in file.read_text().splitlines()]
+        return [Requirement(line) for line in lines if line]
+    except (OSError, ValueError) as error:  # ValueError: also of text that is no UTF-8
+        raise InstallError(f"--constraint must be a file of lines name==version, got {file}: {error}") from None
+
+
 class Environment:
     """The running environment and the versions that it should have.
 
@@ -78,8 +87,7 @@ class Environment:
     """
 
     def __init__(self, constraint: Iterable[Path] = ()):
-        lines = [line.partition("#")[0].strip() for file in constraint for line in file.read_text().splitlines()]
-        pins = [Requirement(line) for line in lines if line]
+        pins = [pin for file in constraint for pin in _pins(file)]
         self.pins: dict[str, SpecifierSet] = {
             canonicalize_name(pin.name): pin.specifier for pin in pins if not pin.marker or pin.marker.evaluate()
         }
@@ -111,14 +119,17 @@ class Environment:
 
         Args:
             command: Command and options.
-            requirements: Requirements, wheels or source folders.
+            requirements: Requirements, or paths of wheels and source folders that are called name-version.
             variables: Environment variables to set, or to unset where None.
             progress: Function that returns what to print beside the seconds every half minute.
 
         Raises:
             InstallError: pip failed; the message contains the end of its output.
         """
-        named = {name_of(text) for text in requirements if os.sep not in text}
+        named = {
+            canonicalize_name(re.split(r"-(?=\d)", Path(text).name)[0]) if os.sep in text else name_of(text)
+            for text in requirements
+        }
         versions = {n: f"=={v}" for n, v in self.versions.items() if re.fullmatch(VERSION_PATTERN, v, re.X | re.I)}
         lines = {name: version for name, version in versions.items() if name not in named}
         lines |= {name: str(specifier) for name, specifier in self.pins.items()}

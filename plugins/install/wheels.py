@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from . import toolchain
@@ -60,10 +63,15 @@ class Target:
         key = f"torch{version('torch')}-{python}-numpy{numpy}-{device}-{platform.machine()}"
         return cache() / "wheels" / Requirement(self.package.requirement).name / key
 
-    def cached(self) -> Path | None:
-        """Return the cached wheel that meets the requirement, or None."""
-        specifier, files = Requirement(self.package.requirement).specifier, self.folder.glob("*.whl")
-        return next((file for file in files if specifier.contains(file.name.split("-")[1], prereleases=True)), None)
+    def cached(self, environment: Environment) -> Path | None:
+        """Return the cached wheel that meets the requirement and its pin, or None."""
+        return next((file for file in self.folder.glob("*.whl") if self._meets(file.name, environment)), None)
+
+    def _meets(self, name: str, environment: Environment) -> bool:
+        """Return whether the version in the name of a wheel or source folder is allowed."""
+        requirement = Requirement(self.package.requirement)
+        allowed = requirement.specifier & environment.pins.get(canonicalize_name(requirement.name), SpecifierSet())
+        return allowed.contains(re.split(r"-(?=\d)", name)[1].split("-")[0], prereleases=True)
 
     def build(self, environment: Environment) -> Path:
         """Return the wheel, compiled now unless it is cached.
@@ -71,7 +79,7 @@ class Target:
         Raises:
             InstallError: The compiler is missing, the source cannot be downloaded, or the compilation fails.
         """
-        if wheel := self.cached():
+        if wheel := self.cached(environment):
             return wheel
         if missing := toolchain.missing_compiler():
             raise InstallError(missing)
@@ -82,13 +90,15 @@ class Target:
             except BlockingIOError:
                 print("    waiting for another process that compiles the same wheel", flush=True)
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            return self.cached() or self._compile(environment)
+            return self.cached(environment) or self._compile(environment)
 
     def _compile(self, environment: Environment) -> Path:
         variables = self._variables(_build_tools(environment))
         source, download, built = (self.folder / name for name in ("source", "download", "built"))
-        if not source.is_dir():  # else it holds compiled objects of an earlier call
-            shutil.rmtree(download, ignore_errors=True)
+        # The folder of an earlier call holds compiled objects.
+        if not any(self._meets(left.name, environment) for left in source.glob("*-[0-9]*")):
+            for rest in (source, download):
+                shutil.rmtree(rest, ignore_errors=True)
             name = Requirement(self.package.requirement).name
             command = f"download --no-deps --no-build-isolation --no-binary {name} -d '{download}'"
             environment.pip(command, [self.package.requirement], variables)

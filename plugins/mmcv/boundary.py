@@ -25,25 +25,28 @@ class BoundaryMetric(BaseMetric):
 
     A boundary is the pixels of a mask that touch its outside, corners included. A boundary pixel is right if one of
     the other mask's is within ``tolerance`` rows and columns. ``boundary/F`` is NaN if there is no boundary at all.
+    Ignored pixels of the truth are neither inside nor outside.
 
     Args:
         tolerance: Pixels.
+        ignore_index: Label of ignored pixels.
         options: See mmengine's ``BaseMetric``.
     """
 
     default_prefix = "boundary"
 
-    def __init__(self, tolerance: int = 1, **options: Any) -> None:
+    def __init__(self, tolerance: int = 1, ignore_index: int = 255, **options: Any) -> None:
         super().__init__(**options)
         if not isinstance(tolerance, int) or tolerance < 0:
             raise ValueError(f"tolerance must be an int of at least 0, got {tolerance!r}")
-        self.tolerance = tolerance
+        self.tolerance, self.ignore_index = tolerance, ignore_index
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Any]]) -> None:
         """Count right and all boundary pixels of prediction and truth of every image."""
         for sample in data_samples:
-            masks = [sample[key]["data"].squeeze(0).cpu() > 0 for key in ("pred_sem_seg", "gt_sem_seg")]
-            predicted, true = (mask & dilated(~mask, 1) for mask in masks)
+            labels = [sample[key]["data"].squeeze(0).cpu() for key in ("pred_sem_seg", "gt_sem_seg")]
+            known = labels[1] != self.ignore_index
+            predicted, true = (known & (label > 0) & dilated(known & (label == 0), 1) for label in labels)
             right = [(a & dilated(b, self.tolerance)).sum() for a, b in ((predicted, true), (true, predicted))]
             self.results.append(torch.stack([*right, predicted.sum(), true.sum()]))
 

@@ -82,7 +82,7 @@ class AAMnasNet(Augmented, EfficientNet):
                         pool=pool and reduction <= POOLED_REDUCTION,
                     )
                     _initialise(block.conv_pw)
-                stride = block.conv_dw.stride[0]
+                stride = block.conv_dw.stride[0] * getattr(block.aa, "stride", 1)  # `aa_layer` takes over the stride
                 H, W, reduction = -(-H // stride), -(-W // stride), reduction * stride
 
 

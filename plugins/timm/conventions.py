@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from timm.layers import register_notrace_module
 from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d
+from ..modules.maps.criss_cross import CrissCross
 from ..modules.maps.deformable_conv import DeformableConv2d
+from ..modules.maps.dynamic_conv import DynamicConv2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d
 
 OURS = (AAConv2d, DeformableConv2d, GeneralizedAttention2d)  # this package's layers in the timm models
@@ -74,24 +77,19 @@ def param_groups(
     param_groups, lr=lr))``; learning-rate schedules keep the ratio.
 
     Args:
-        model: Any model.
+        model: Any model. Its predictors are the layers named ``conv_offset``, in this package as in mmcv.
         lr: Learning rate of all other parameters.
         offset_lr_scale: Learning rate of the predictors relative to ``lr``.
-        weight_decay: Weight decay of the groups by timm's rule: 0 for biases, normalisations and the names in the
+        weight_decay: Weight decay of the groups by timm's rule: 0 for biases, normalisations and the patterns in the
             model's ``no_weight_decay()``. None leaves it to the optimizer.
     """
-    offsets = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, DeformableConv2d)
-        for parameter in module.conv_offset.parameters()
-    }
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            decays = parameter.ndim > 1 and name not in exempt and not name.endswith(".bias")
-            key = (id(parameter) in offsets, decays or weight_decay is None)
+            free = any(fnmatch(name, pattern) for pattern in exempt)
+            decays = parameter.ndim > 1 and not free and not name.endswith(".bias")
+            key = ("conv_offset" in name.split("."), decays or weight_decay is None)
             groups.setdefault(key, []).append(parameter)
     return [
         dict(params=groups[slow, decays], lr=lr * (offset_lr_scale if slow else 1))
@@ -101,5 +99,5 @@ def param_groups(
 
 
 # Leaf modules for timm's feature extraction by FX, because their argument checks read shapes.
-for _module in OURS:
+for _module in (*OURS, CrissCross, DynamicConv2d):
     register_notrace_module(_module)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from timm.layers import register_notrace_module
+from timm.layers import register_notrace_module, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model, swin_transformer
 from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
@@ -187,6 +187,9 @@ class _Model:
         ratio = args[0] if args else kwargs.get("window_ratio")
         if self.options.window == "centred" and window_size is None and ratio is None:
             window_size = tuple(stage.blocks[0].attn.window_size for stage in self.layers)
+        elif self.options.window == "centred" and window_size is not None:  # refused before anything changes
+            for size in window_size if isinstance(window_size, Sequence) else [window_size]:
+                check_centred(to_2tuple(size))
         super().set_input_size(img_size, patch_size, window_size, *args, **kwargs)  # type: ignore[misc]
 
 

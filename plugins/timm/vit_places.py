@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class Places:
         elif model.dynamic_img_size:
             model.patch_embed.register_forward_hook(self._note_patches)  # type: ignore[union-attr]
             self.watched = True
+        for block in model.blocks if self.watched else ():  # type: ignore[union-attr]
+            block.register_forward_pre_hook(self._keep)
 
     @property
     def prefix(self) -> int:
@@ -41,6 +44,12 @@ class Places:
             return self.seen
         H, W = self.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
         return H, W
+
+    def _keep(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Restore the grid of a block's input, with which gradient checkpointing repeats the block in the backward."""
+        if not torch.compiler.is_compiling():
+            x = inputs[0]
+            self.seen = x._attn_plugins_grid = getattr(x, "_attn_plugins_grid", self.seen)
 
     def _note_embeds(self, module: nn.Module, inputs: Any, output: tuple[Tensor, tuple[int, int] | None]) -> None:
         self.seen = None if output[1] is None else (output[1][0], output[1][1])

@@ -124,5 +124,7 @@ def test_a_model_that_returns_no_weights(tmp_path):
             ValueError, match=f"needs a model that returns its weights of .* got {type(model).__name__}"
         ):
             criterion(model, sample)
+    with pytest.raises(ValueError, match="needs a model that returns its weights of"):  # as fairseq's LSTMs in training
+        criterion.compute_loss(model, (model(**sample["net_input"])[0], None), sample)
     with pytest.raises(ValueError, match="--doubly-stochastic-weight must be at least 0, got -1"):
         criterion_of(of, "doubly_stochastic_cross_entropy", doubly_stochastic_weight=-1)

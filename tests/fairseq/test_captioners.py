@@ -382,6 +382,8 @@ def test_models_that_cannot_be(name):
         )
         with pytest.raises(ValueError, match=message):
             captioner_of(task(), name, **bad)
+        with pytest.raises(ValueError, match=r"must be (at least 1|a positive int), got 0"):
+            captioner_of(task(), name, layers=0)
     with pytest.raises(ValueError, match="--max-target-positions must be at least 2, got 1"):
         captioner_of(task(), name, max_target_positions=1)
     with pytest.raises(ValueError, match="--embed-dim must be at least 1, got 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import pickle
 from concurrent.futures import ProcessPoolExecutor
@@ -180,6 +181,30 @@ def test_oracle_attributes(folder):
         words = [task.dictionary[j] for j in task.dataset("valid")[i]["attributes"]]
         assert COLOURS[(image_id - 100) % 4] in words
         assert len(words) == 2
+    with pytest.raises(ValueError, match=r"--oracle-attributes replaces --attributes: .* got words\.json"):
+        task_of(folder, oracle_attributes=True, attributes="words.json")
+
+
+@pytest.mark.parametrize(
+    "option, value", [("print_alignment", "soft"), ("replace_unk", "@@"), ("retain_dropout", True)]
+)
+def test_options_of_generation_for_sentences(folder, option, value):
+    with pytest.raises(
+        ValueError, match=f"--{option.replace('_', '-')} is not supported by the task captioning, whose"
+    ):
+        task_of(folder).build_generator([], argparse.Namespace(**{option: value}))
+
+
+def test_results_are_generated_captions(folder, tmp_path):
+    task = task_of(folder, results_json=str(tmp_path / "results.json"))
+    with pytest.raises(ValueError, match="--results-json needs generated captions: leave out --score-reference"):
+        task.build_generator([], argparse.Namespace(score_reference=True))
+    with pytest.raises(ValueError, match="fairseq-interactive reads sentences, not images"):
+        task.build_dataset_for_inference([], [])
+    task.load_dataset("valid")
+    dataset = task.dataset("valid")
+    first, second = (task.get_batch_iterator(dataset).next_epoch_itr for _ in range(2))
+    assert first is second, "fairseq's iterator is wrapped once"
 
 
 def test_one_modality_is_enough(folder):

@@ -162,11 +162,16 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
     options = dict(encoder_attention="dynamic", encoder_layers=3, decoder_layers=3, encoder_kernel_sizes="3,5,7")
     keep = dict(encoder_layers_to_keep="0,2", decoder_layers_to_keep="1")
     whole, pruned = build(**options).eval(), build(**options, **keep).eval()
-    pruned.load_state_dict(whole.state_dict(), model_cfg=OmegaConf.create({"_name": "spatial_transformer", **keep}))
+    cfg = OmegaConf.create({"_name": "spatial_transformer", **options, **keep})
+    pruned.load_state_dict(whole.state_dict(), model_cfg=cfg)
+    assert (cfg.encoder_layers, cfg.decoder_layers, cfg.encoder_kernel_sizes) == (2, 1, "3,7")
+    again = build(**cfg).eval()  # of the options that the pruned model is saved with
+    again.load_state_dict(pruned.state_dict(), model_cfg=cfg)
     whole.encoder.layers = torch.nn.ModuleList([whole.encoder.layers[0], whole.encoder.layers[2]])
     whole.decoder.layers, whole.decoder.num_layers = whole.decoder.layers[1:2], 1
     sample = batch(whole)
     torch.testing.assert_close(pruned(**sample)[0], whole(**sample)[0])
+    torch.testing.assert_close(again(**sample)[0], whole(**sample)[0])
 
 
 @pytest.mark.parametrize(
@@ -217,6 +222,15 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
         ),
         (dict(offset_lr_scale=0.0), "--offset-lr-scale must be positive, got 0.0"),
         (dict(encoder_xformers_att_config="{}"), "--encoder-xformers-att-config is not supported"),
+        (
+            dict(encoder_attention="dynamic", encoder_layers_to_keep="0,9"),
+            "--encoder-layers-to-keep must be layers from 0 to 1, separated by commas, got '0,9'",
+        ),
+        (dict(encoder_learned_pos=True), "--encoder-learned-pos needs position embeddings: --encoder-positions absol"),
+        (
+            dict(encoder_attention="0111", decoder_attention="none", no_cross_attention=True, query_key_bias=True),
+            "--query-key-bias needs attention whose first bit is set, got 0111, none",
+        ),
         (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),
         (dict(encoder_attention="dynamic", encoder_embed_dim=40), "in_channels must be a multiple of num_groups = 16"),
     ],
@@ -232,8 +246,24 @@ def test_targets_padded_on_the_left_need_no_absolute_place():
     args = argparse.Namespace(cross_attention="1001", **SMALL)
     with pytest.raises(ValueError, match=r"--left-pad-target must be False .* got 1001"):
         SpatialTransformerModel.build_model(args, task)
-    args.cross_attention = "1010"
+    args.no_cross_attention = True
     SpatialTransformerModel.build_model(args, task)
+    args.no_cross_attention, args.cross_attention = False, "1010"
+    SpatialTransformerModel.build_model(args, task)
+
+
+def test_what_attention_cannot_give_is_refused():
+    task = Task()
+    task.cfg = argparse.Namespace(load_alignments=True)
+    with pytest.raises(ValueError, match="--load-alignments must be left out"):
+        SpatialTransformerModel.build_model(argparse.Namespace(**SMALL), task)
+    model = build(attention_dropout=0.1)
+    with pytest.raises(
+        ValueError, match=r"--retain-dropout cannot retain the --attention-dropout of \w+.layers.0.self_"
+    ):
+        model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=None)
+    build(attention_dropout=0.1).make_generation_fast_(retain_dropout=True, retain_dropout_modules=["Decoder"])
+    build().make_generation_fast_(retain_dropout=True, retain_dropout_modules=None)
 
 
 def test_a_decoder_cannot_see_the_future():

@@ -133,6 +133,21 @@ def test_boundaries_of_shifted_squares():
         assert metric.compute_metrics(metric.results)["F"] == pytest.approx(score), (shift, tolerance)
 
 
+def test_boundaries_of_ignored_pixels():
+    from attn_plugins.mmcv.boundary import BoundaryMetric
+
+    truth, predicted = torch.zeros(1, 8, 12, dtype=torch.long), torch.zeros(1, 8, 12, dtype=torch.long)
+    truth[:, :, 6:] = 1
+    truth[:, :, 8:] = 255
+    predicted[:, :, 5:10] = 1
+    metric = BoundaryMetric(0)
+    metric.process(None, [{"pred_sem_seg": {"data": predicted}, "gt_sem_seg": {"data": truth}}])
+    assert metric.results[0].tolist() == [0, 0, 8, 8]  # the columns 5 and 6; not 7, 8 and 9, next to ignored pixels
+    metric = BoundaryMetric(1)
+    metric.process(None, [{"pred_sem_seg": {"data": predicted}, "gt_sem_seg": {"data": truth}}])
+    assert metric.compute_metrics(metric.results) == {"F": 100}
+
+
 def test_a_config_has_the_layers_of_its_name():
     for path in CONFIGS:
         with torch.device("meta"):

@@ -74,6 +74,18 @@ class TestEnvironment:
             monkeypatch.setattr(packages, "installed", lambda: there)
         assert self.environment(tmp_path, pins).has(*requirement) == has
 
+    @pytest.mark.parametrize(
+        "text, words", [(None, "No such file"), ("-r other.txt", "-r other.txt"), ("six=1", "six=1")]
+    )
+    def test_a_file_that_holds_no_pins(self, tmp_path, text, words):
+        file = tmp_path / "pins.txt"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(
+            InstallError, match=f"(?s)--constraint must be a file of lines name==version, got {file}.*{words}"
+        ):
+            Environment([file])
+
     def test_pip_keeps_every_other_version(self, tmp_path, monkeypatch):
         there = {"torch": "2.11.0", "asked": "2.0", "six": "1.0", "odd": "unknown"}
         monkeypatch.setattr(packages, "installed", lambda: there)
@@ -84,6 +96,9 @@ class TestEnvironment:
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         environment.pip("install", ["asked>=3"])
         assert written.read_text().split() == ["six==1.16", "torch==2.11.0"]
+        for path in ("asked-3.0-cp311-cp311-linux_x86_64.whl", "asked-3.0"):  # a wheel, a source folder
+            environment.pip("install", [str(tmp_path / path)])
+            assert written.read_text().split() == ["six==1.16", "torch==2.11.0"]
 
     def test_extras_are_read_from_our_own_metadata(self):
         if "attn-plugins" not in packages.installed():
@@ -200,6 +215,11 @@ class TestPackageLines:
         there(*names)
         with pytest.raises(InstallError, match=message):
             command.mm_toolkit(compile, openmmlab)
+
+
+def test_options_of_mm_need_mm(capsys):
+    assert command.main(["timm"], compile=True) == 1
+    assert "--compile and --openmmlab are options of mm, got timm" in capsys.readouterr().err
 
 
 class TestNative:
@@ -340,6 +360,16 @@ class TestWheels:
         monkeypatch.setattr(Environment, "pip", lambda *arguments: pytest.fail("pip was called again"))
         assert self.build() == wheel
         assert {file.name for file in wheel.parent.iterdir()} == {wheel.name, "c++", "distutils.cfg", "lock"}
+
+    def test_a_pin_decides_which_wheels_and_sources_fit(self, tmp_path):
+        target = wheels.Target(self.package, cuda=False)
+        (target.folder / "source" / "tiny_package-1.5").mkdir(parents=True)
+        wheel = target.folder / "tiny_package-1.5-cp311-cp311-linux_x86_64.whl"
+        wheel.touch()
+        pins = tmp_path / "pins.txt"
+        for pin, expected in (("1.5", wheel), ("1.6", None)):
+            pins.write_text(f"tiny_package=={pin}")
+            assert target.cached(Environment([pins])) == expected
 
     def test_wheels_are_kept_by_torch(self, monkeypatch):
         folder, real = wheels.Target(self.package, cuda=False).folder, wheels.version

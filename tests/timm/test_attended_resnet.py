@@ -6,13 +6,15 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 timm = pytest.importorskip("timm")
 
+from timm.models._features_fx import create_feature_extractor  # noqa: E402
 from timm.optim import create_optimizer_v2, param_groups_weight_decay  # noqa: E402
 from timm.scheduler import create_scheduler_v2  # noqa: E402
 
-from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
+from attn_plugins.modules.maps.deformable_conv import DeformableConv1d, DeformableConv2d  # noqa: E402
 from attn_plugins.modules.maps.dynamic_conv import DynamicConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 from attn_plugins.timm import param_groups  # noqa: E402
@@ -31,7 +33,7 @@ def stock() -> torch.nn.Module:
         if isinstance(module, torch.nn.BatchNorm2d):
             module.running_mean.normal_(std=0.1)
             module.running_var.uniform_(0.5, 1.5)
-            torch.nn.init.uniform_(module.weight, 0.5, 1.0)
+            nn.init.uniform_(module.weight, 0.5, 1.0)
     return model.eval()
 
 
@@ -74,7 +76,7 @@ def test_every_parameter_learns(name):
     model = timm.create_model(name, num_classes=5, zero_init_last=False)
     for module in model.modules():
         if isinstance(module, GeneralizedAttention2d):
-            torch.nn.init.ones_(module.gamma)  # at 0, only the gate itself has a gradient other than 0
+            nn.init.ones_(module.gamma)  # at 0, only the gate itself has a gradient other than 0
     model(torch.randn(2, 3, 64, 96)).square().sum().backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{key} has no gradient"
@@ -108,6 +110,16 @@ def test_layers_of_the_attention_type(attention_type, deformable):
         assert block.attention.kernel_size == (5, 5)
 
 
+@pytest.mark.parametrize("attention_type", ["0100", "dynamic", "cc", "bi-cc"])
+def test_features_by_fx(attention_type):
+    options = dict(attention_type=attention_type, spatial_range=5, layers=[1, 1, 1, 1], zero_init_last=False)
+    model = timm.create_model("attn_resnet50", **options).eval()
+    x = torch.randn(1, 3, 64, 96)
+    features = create_feature_extractor(model, ["layer3", "layer4"])(x)
+    expected = model.forward_intermediates(x, indices=(3, 4), intermediates_only=True)
+    torch.testing.assert_close(list(features.values()), expected)
+
+
 def test_criss_cross_starts_without_effect_and_learns():
     """Its projections keep PyTorch's initialisation, and its arguments reach it."""
     options = dict(layers=[1, 1, 1, 1], num_classes=5, zero_init_last=False)
@@ -121,7 +133,7 @@ def test_criss_cross_starts_without_effect_and_learns():
     model.load_state_dict(plain.state_dict(), strict=False)
     x = torch.randn(2, 3, 64, 96)
     assert torch.equal(model.eval()(x), plain.eval()(x))
-    torch.nn.init.ones_(attention.gamma.scale)
+    nn.init.ones_(attention.gamma.scale)
     model.train()(x).square().sum().backward()
     assert all(parameter.grad.any() for name, parameter in attention.named_parameters() if name != "key_conv.bias")
 
@@ -161,3 +173,14 @@ def test_groups_with_weight_decay_follow_timms_rule():
     ours = {id(p) for g in groups if g["weight_decay"] == 0 for p in g["params"]}
     theirs = {id(p) for g in param_groups_weight_decay(model, 0.3) if g["weight_decay"] == 0 for p in g["params"]}
     assert ours == theirs
+
+
+def test_groups_of_other_models():
+    """mmcv's and our one-dimensional predictors are slow as well, and timm's names without decay may be patterns."""
+    model = nn.ModuleDict({"first": DeformableConv1d(4, 4, 3), "second": nn.Linear(4, 4)})
+    fast, slow = param_groups(model, lr=0.1)
+    assert {id(p) for p in slow["params"]} == {id(p) for p in model["first"].conv_offset.parameters()}
+    assert (fast["lr"], slow["lr"]) == (0.1, pytest.approx(0.01))
+    model = timm.create_model("xcit_nano_12_p16_224")
+    _, free = sorted(param_groups(model, 0.1, weight_decay=0.3), key=lambda group: -group["weight_decay"])
+    assert any(p is model.pos_embed.token_projection.weight for p in free["params"])

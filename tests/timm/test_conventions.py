@@ -13,6 +13,7 @@ timm = pytest.importorskip("timm")
 from timm.optim import create_optimizer_v2  # noqa: E402
 
 import attn_plugins.timm  # noqa: E402
+from attn_plugins.modules.maps.augmented_conv import AAConv2d  # noqa: E402
 from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 
@@ -78,6 +79,17 @@ def test_default_configuration(name):
     assert not timm.is_model_pretrained(name)
     with pytest.raises(RuntimeError, match="No pretrained weights exist"):
         timm.create_model(name, pretrained=True)
+
+
+def test_tables_of_mnasnets_fit_the_maps():
+    """With timm's ``aa_layer`` a layer of its own has the stride."""
+    tables = []
+    for aa_layer in (None, "blurpc"):
+        model = timm.create_model("aa_mnasnet_075", aa_layer=aa_layer)
+        layers = [module for module in model.modules() if isinstance(module, AAConv2d)]
+        tables.append([(layer.height_rel.shape, layer.width_rel.shape, layer.pool) for layer in layers])
+    assert tables[0] == tables[1]
+    assert model(torch.randn(2, 3, 64, 96)).isfinite().all()
 
 
 def test_the_head(name):

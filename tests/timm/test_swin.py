@@ -161,7 +161,8 @@ def test_centred_windows(name, tmp_path):
     assert {m.window_size for m in layers} == {(3, 3)}
     assert model(picture((48, 80))).shape == (2, 5)
     with pytest.raises(ValueError, match=r"window_size must be odd for window='centred', got \(4, 4\)"):
-        model.set_input_size(window_size=4)
+        model.set_input_size(img_size=(64, 96), window_size=4)
+    assert model(picture((48, 80))).shape == (2, 5), "a refused size changes nothing"
 
 
 @pytest.mark.parametrize("name", [V1, V2])

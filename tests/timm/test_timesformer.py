@@ -197,9 +197,10 @@ def test_added_parts_start_as_the_identity(pattern):
         assert (model.time_embed is None) == (pattern == "space")
         assert model.time_embed is None or not model.time_embed.any()
 
+        for layer in (m for m in model.blocks.modules() if isinstance(m, RegionAttention)):
+            assert 0.018 < layer.qkv.weight.std() < 0.022  # timm's rule
+
     check()
-    for layer in (m for m in model.blocks.modules() if isinstance(m, RegionAttention)):
-        assert 0.018 < layer.qkv.weight.std() < 0.022  # timm's rule
     for parameter in model.parameters():
         nn.init.ones_(parameter)
     model.init_weights()

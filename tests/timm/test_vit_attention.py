@@ -140,6 +140,19 @@ def test_gradient_checkpointing_and_gradients():
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
+def test_gradient_checkpointing_of_several_sizes():
+    """A block is repeated with the grid that its tokens came with: here one, one turned and one of more tokens."""
+    model = open_gates(build("attn_bilateral", dynamic_img_size=True)).train()
+    gradients = []
+    for checkpointing in (False, True):
+        model.set_grad_checkpointing(checkpointing)
+        model.zero_grad()
+        outputs = [model(picture(*size)) for size in ((48, 64), (64, 48), (64, 64))]
+        sum(output.square().sum() for output in outputs).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "attn_vit_tiny_patch16_224"])
 def test_features_copies_and_pickles(name):
     options = {} if name.startswith("attn") else dict(attn_layer="attn1111")

@@ -36,9 +36,11 @@ class SampledSaliency(nn.Module):
             nn.init.zeros_(self.gate)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        """Load a checkpoint without the parameters of ε3 strictly, leaving these parameters unchanged."""
         if self.key_saliency is not None and self.gate is not None:
-            state_dict.setdefault(f"{prefix}gate", self.gate.detach())
-            state_dict.setdefault(f"{prefix}key_saliency.weight", self.key_saliency.weight.detach())
+            added = {f"{prefix}gate": self.gate, f"{prefix}key_saliency.weight": self.key_saliency.weight}
+            if added.keys().isdisjoint(state_dict):
+                state_dict.update({name: own.detach() for name, own in added.items()})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -242,10 +242,10 @@ class GridTerms(nn.Module):
         return logits, taps
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        """Load a checkpoint without the added parameters strictly, leaving these parameters unchanged."""
-        for name, own in self.state_dict().items():
-            if name.split(".")[0] in ADDED:
-                state_dict.setdefault(prefix + name, own)
+        """Load a checkpoint without any added parameter strictly, leaving these parameters unchanged."""
+        added = {prefix + name: own for name, own in self.state_dict().items() if name.split(".")[0] in ADDED}
+        if added.keys().isdisjoint(state_dict):
+            state_dict.update(added)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _position_query(self, q: Tensor) -> Tensor:

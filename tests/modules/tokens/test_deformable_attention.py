@@ -94,6 +94,8 @@ def test_key_saliency_starts_at_nothing_and_loads_a_checkpoint_without_it():
     torch.testing.assert_close(layer(**given), plain(**given))
     with pytest.raises(RuntimeError, match="value_proj"):
         layer.load_state_dict({}, strict=True)
+    with pytest.raises(RuntimeError, match=r"Missing key.*key_saliency\.weight"):
+        layer.load_state_dict({**plain.state_dict(), "gate": torch.ones_like(layer.gate)}, strict=True)
     layer(**given).sum().backward()
     assert layer.gate.grad.abs().min() > 0  # with a gate of 0, first only the gate learns
 

@@ -216,6 +216,10 @@ def test_a_stock_checkpoint_loads_strictly_and_leaves_the_rest():
         assert torch.equal(value, stock.state_dict().get(key, before[key]))
     with pytest.raises(RuntimeError, match="in_proj_weight"):
         layer.load_state_dict({}, strict=True)
+    with pytest.raises(RuntimeError, match=r"Missing key.*\.row_table"):  # its tables would act through a trained gate
+        nn.ModuleDict({"layer": layer}).load_state_dict(
+            {f"layer.{key}": value for key, value in module("0010").state_dict().items()}, strict=True
+        )
 
 
 def test_cross_attention_without_places():

@@ -190,6 +190,20 @@ def test_masked_windows_and_extreme_logits():
     assert not beyond[:, :, :, 3:].any()
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
+def test_position_logits_outside_the_map_are_not_read(bad):
+    terms = operands((5, 7), grad=False)
+    outside = torch.ones(5, 7, 9, dtype=torch.bool)
+    for tap, (dy, dx) in enumerate(itertools.product((-1, 0, 1), repeat=2)):
+        outside[max(0, -dy) : 5 - max(0, dy), max(0, -dx) : 7 - max(0, dx), tap] = False
+    results = []
+    for logit in (0.0, bad):
+        given = [term.clone().requires_grad_() for term in (*terms[:3], terms[3].masked_fill(outside, logit))]
+        output = window_attention(*given, 3)
+        results.append([output, *torch.autograd.grad(output.square().sum(), given)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "change, words",
     [
