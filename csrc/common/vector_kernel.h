@@ -10,7 +10,8 @@ struct Vector {
 
 // Returns the lanes in another order; clang's builtin for that takes only constants.
 template <typename T>
-ATTN_INLINE typename Vector<T>::type shuffled(typename Vector<T>::type vector, typename Vector<T>::bits order) {
+ATTN_INLINE typename Vector<T>::type shuffled(typename Vector<T>::type vector,
+                                              typename Vector<T>::bits order) {
 #ifdef __clang__
   typename Vector<T>::type result;
   for (int l = 0; l < Vector<T>::lanes; ++l) result[l] = vector[order[l]];

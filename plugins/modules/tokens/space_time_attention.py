@@ -113,7 +113,7 @@ class SpaceTimeSelfAttention(nn.Module):
         """Draw the projections, and zero ``fc`` of the steps before the last."""
         for child in self.children():
             if isinstance(child, RegionAttention):
-                child.draw()
+                child.reset_parameters()
         self.reset_added()
 
     def reset_added(self) -> None:
@@ -184,9 +184,12 @@ class RegionAttention(nn.Module):
         self.num_heads, self.region, self.dropout = num_heads, region, dropout
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=qkv_bias, **factory)
         self.proj = nn.Linear(embed_dim, embed_dim, bias=proj_bias, **factory)
-        self.draw()
+        self.reset_parameters()
 
-    def draw(self) -> None:  # not `reset_parameters`, which timm would call after its own rule
+    def init_weights(self) -> None:
+        """Do nothing: timm calls this in place of ``reset_parameters``, after its own rule for linear layers."""
+
+    def reset_parameters(self) -> None:
         """Draw the projections as ``nn.MultiheadAttention`` does."""
         nn.init.xavier_uniform_(self.qkv.weight)
         self.proj.reset_parameters()
