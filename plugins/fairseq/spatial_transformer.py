@@ -173,13 +173,13 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
             ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
-        crossed = not cfg.no_cross_attention
-        if getattr(getattr(task, "cfg", None), "left_pad_target", False) and crossed and cfg.cross_terms.relative:
+        of_task, counted = getattr(task, "cfg", None), cfg.cross_terms.relative and not cfg.no_cross_attention
+        if counted and getattr(of_task, "left_pad_target", False):
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
                 f"{cfg.cross_attention}: they count target positions from the left"
             )
-        if getattr(getattr(task, "cfg", None), "load_alignments", False):
+        if getattr(of_task, "load_alignments", False):
             raise ValueError("--load-alignments must be left out: the alignment of spatial_transformer has no gradient")
         return super().build_model(cfg, task)
 

@@ -38,6 +38,12 @@ def name_of(requirement: str) -> str:
     return canonicalize_name(Requirement(requirement).name)
 
 
+def name_and_version(path: Path) -> tuple[str, str]:
+    """Return the canonical name and the version that a wheel or a source folder is called by."""
+    name, rest = re.split(r"-(?=\d)", path.name, maxsplit=1)
+    return canonicalize_name(name), rest.split("-")[0]
+
+
 def installed() -> dict[str, str]:
     """Return the versions of all installed distributions by canonical name."""
     importlib.invalidate_caches()
@@ -126,10 +132,7 @@ class Environment:
         Raises:
             InstallError: pip failed; the message contains the end of its output.
         """
-        named = {
-            canonicalize_name(re.split(r"-(?=\d)", Path(text).name)[0]) if os.sep in text else name_of(text)
-            for text in requirements
-        }
+        named = {name_and_version(Path(text))[0] if os.sep in text else name_of(text) for text in requirements}
         versions = {n: f"=={v}" for n, v in self.versions.items() if re.fullmatch(VERSION_PATTERN, v, re.X | re.I)}
         lines = {name: version for name, version in versions.items() if name not in named}
         lines |= {name: str(specifier) for name, specifier in self.pins.items()}

@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import os
 import platform
-import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -20,11 +19,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from . import toolchain
-from .packages import Environment, InstallError, cache
+from .packages import Environment, InstallError, cache, name_and_version
 from .recipes import Native
 
 CXX20_SINCE = Version("2.12")  # first torch whose headers need C++20
@@ -65,13 +63,13 @@ class Target:
 
     def cached(self, environment: Environment) -> Path | None:
         """Return the cached wheel that meets the requirement and its pin, or None."""
-        return next((file for file in self.folder.glob("*.whl") if self._meets(file.name, environment)), None)
+        return next((file for file in self.folder.glob("*.whl") if self._meets(file, environment)), None)
 
-    def _meets(self, name: str, environment: Environment) -> bool:
-        """Return whether the version in the name of a wheel or source folder is allowed."""
-        requirement = Requirement(self.package.requirement)
-        allowed = requirement.specifier & environment.pins.get(canonicalize_name(requirement.name), SpecifierSet())
-        return allowed.contains(re.split(r"-(?=\d)", name)[1].split("-")[0], prereleases=True)
+    def _meets(self, path: Path, environment: Environment) -> bool:
+        """Return whether the version of a wheel or source folder is allowed."""
+        name, found = name_and_version(path)
+        allowed = Requirement(self.package.requirement).specifier & environment.pins.get(name, SpecifierSet())
+        return allowed.contains(found, prereleases=True)
 
     def build(self, environment: Environment) -> Path:
         """Return the wheel, compiled now unless it is cached.
@@ -96,7 +94,7 @@ class Target:
         variables = self._variables(_build_tools(environment))
         source, download, built = (self.folder / name for name in ("source", "download", "built"))
         # The folder of an earlier call holds compiled objects.
-        if not any(self._meets(left.name, environment) for left in source.glob("*-[0-9]*")):
+        if not any(self._meets(left, environment) for left in source.glob("*-[0-9]*")):
             for rest in (source, download):
                 shutil.rmtree(rest, ignore_errors=True)
             name = Requirement(self.package.requirement).name
