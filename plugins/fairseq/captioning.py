@@ -40,7 +40,7 @@ MANY_UNKNOWN = 0.25  # share of a split's words; rare words are 1 % in COCO and 
 UNSUPPORTED = {  # options of generation
     "print_alignment": "whose sources are not sentences",
     "replace_unk": "whose sources are not sentences",
-    "retain_dropout": "whose models drop out in training alone",
+    "retain_dropout": "whose models apply dropout in training only",
 }
 ORACLE_WORDS = 1000  # the thesis uses the most frequent words as labels (section 2.5.2)
 
@@ -336,8 +336,7 @@ class CaptioningTask(FairseqTask):
         """Build fairseq's generator.
 
         Raises:
-            ValueError: An option is given that needs sentences as sources or dropout of fairseq's own, or the results
-                would be the references.
+            ValueError: An option does not apply to captioning, or the results would be the references.
         """
         for option, why in UNSUPPORTED.items():
             if getattr(args, option, None):

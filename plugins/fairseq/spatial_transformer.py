@@ -106,7 +106,7 @@ class SpatialDecoder(TransformerDecoderBase):
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
     ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
-        """Compute features; training, and generation without ``--print-alignment``, leave the alignment out."""
+        """Compute features, without the alignment in training and in generation without ``--print-alignment``."""
         if alignment_layer is None and (self.training or not self.need_alignment):
             alignment_layer = -1  # no layer computes weights
         elif self.training:
@@ -128,7 +128,7 @@ class OwnCheckpoints:
     def load_state_dict(
         self, state_dict: dict[str, Tensor], strict: bool = True, model_cfg: Any = None, args: Any = None
     ) -> Any:
-        """Load a checkpoint; if fairseq prunes it by ``--encoder-layers-to-keep``, ``model_cfg`` then says so.
+        """Load a checkpoint; of a model that ``--...-layers-to-keep`` prunes, ``model_cfg`` then has the options.
 
         Raises:
             ValueError: The checkpoint belongs to another model.

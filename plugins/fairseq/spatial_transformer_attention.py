@@ -56,7 +56,7 @@ class _CachedAttention(FairseqIncrementalState, nn.Module):
     def make_generation_fast_(
         self, name: str = "", retain_dropout: bool = False, retain_dropout_modules: Any = None, **kwargs: Any
     ) -> None:
-        """Refuse ``--retain-dropout`` of all modules, since the dropout of weights is one of training alone."""
+        """Refuse ``--retain-dropout`` for all modules: this package's attention drops weights in training only."""
         if retain_dropout and retain_dropout_modules is None and getattr(self.attention, "dropout", 0.0) > 0:
             raise ValueError(
                 f"--retain-dropout cannot retain the --attention-dropout of {name}: choose modules with "

@@ -246,7 +246,7 @@ def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
 
 
 def _numbers(text: Any) -> list[int]:
-    """Return numbers separated by commas; none if the text is anything else."""
+    """Parse numbers separated by commas; return none if the text is anything else."""
     try:
         return [int(number) for number in str(text).strip("[]() ").split(",")]
     except ValueError:
@@ -254,7 +254,7 @@ def _numbers(text: Any) -> list[int]:
 
 
 def _kept(args: Any, side: str) -> list[int]:
-    """Return the layers that the model has, all without ``--...-layers-to-keep``."""
+    """Return the layers of ``--...-layers-to-keep``, by default all."""
     keep, layers = getattr(args, f"{side}_layers_to_keep"), list(range(getattr(args, f"{side}_layers")))
     if not keep:
         return layers
@@ -267,7 +267,7 @@ def _kept(args: Any, side: str) -> list[int]:
 
 
 def pruned_options(cfg: Any) -> dict[str, Any]:
-    """Return the options that describe the model without the layers that ``--...-layers-to-keep`` removes."""
+    """Return the numbers of layers, and their kernel sizes, after ``--...-layers-to-keep``."""
     options: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
         if keep := getattr(cfg, f"{side}_layers_to_keep", None):

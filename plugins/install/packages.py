@@ -39,7 +39,7 @@ def name_of(requirement: str) -> str:
 
 
 def name_and_version(path: Path) -> tuple[str, str]:
-    """Return the canonical name and the version that a wheel or a source folder is called by."""
+    """Return the canonical name and the version in the name of a wheel or source folder."""
     name, rest = re.split(r"-(?=\d)", path.name, maxsplit=1)
     return canonicalize_name(name), rest.split("-")[0]
 

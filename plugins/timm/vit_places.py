@@ -46,7 +46,7 @@ class Places:
         return H, W
 
     def _keep(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Restore the grid of a block's input, with which gradient checkpointing repeats the block in the backward."""
+        """Restore the grid that the block's input came with, where gradient checkpointing repeats the block."""
         if not torch.compiler.is_compiling():
             x = inputs[0]
             self.seen = x._attn_plugins_grid = getattr(x, "_attn_plugins_grid", self.seen)

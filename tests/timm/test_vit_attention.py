@@ -141,7 +141,7 @@ def test_gradient_checkpointing_and_gradients():
 
 
 def test_gradient_checkpointing_of_several_sizes():
-    """A block is repeated with the grid that its tokens came with: here one, one turned and one of more tokens."""
+    """A block is repeated with the grid of its own tokens: here a grid, the same turned, and one of more tokens."""
     model = open_gates(build("attn_bilateral", dynamic_img_size=True)).train()
     gradients = []
     for checkpointing in (False, True):
