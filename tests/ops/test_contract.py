@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins import ops
+from attn_plugins.ops.common.operator import OPERATORS as operators
 from tests.helpers.operator_checks import DEVICES, deterministic_mode, relative_error
 from tests.ops.contract_examples import EXAMPLES, OPERATORS, Example
 
@@ -299,11 +300,15 @@ def test_floating_point_operations(name):
     if some.operations is None:
         pytest.skip("no short formula")
     leaves = some.leaves()
-    with FlopCounterMode(display=False) as forward:
+    with Calls() as recorded, FlopCounterMode(display=False) as forward:
         output = some.call(**leaves)
-    with FlopCounterMode(display=False) as backward:
+    with recorded, FlopCounterMode(display=False) as backward:
         output.sum().backward()
     assert (forward.get_total_flops(), backward.get_total_flops()) == some.operations
+    # Counters of graphs call the formulas with shapes in place of tensors.
+    shapes = [[a.shape if isinstance(a, Tensor) else a for a in args] for args in recorded.calls.values()]
+    operator = operators[next(iter(recorded.calls))._opname]
+    assert (operator.flops(*shapes[0]), operator.backward_flops(*shapes[1])) == some.operations
 
 
 @every_device

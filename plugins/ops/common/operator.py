@@ -39,6 +39,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     list[int]: "int[]",
     Sequence[torch.SymInt]: "SymInt[]",
 }
+OPERATORS: dict[str, Operator] = {}  # by name
 _LIBRARY: list[Any] = []  # torch.library.Library, made at the first definition and never dropped
 
 Results = tuple[Tensor, ...]
@@ -95,6 +96,7 @@ class Operator:
         self._tensor_options = [
             number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
         ]
+        OPERATORS[name] = self
         if HAS_OPERATORS:
             self._define(results, keeps)
 
@@ -186,8 +188,8 @@ class Operator:
         for device_type, key in _AUTOCAST_KEYS.items():
             library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
             library.impl(backward, self._autocast_rule(self._backward_operator, device_type, key, casts=False), key)
-        register_flop_formula(getattr(operators, self.name))(self._flops)
-        register_flop_formula(getattr(operators, backward))(self._backward_flops)
+        register_flop_formula(getattr(operators, self.name))(self.flops)
+        register_flop_formula(getattr(operators, backward))(self.backward_flops)
 
     def _autocast_rule(self, operator: Any, device_type: str, key: str, casts: bool) -> Callable[..., Any]:
         """Cast the terms of the forward; either way autocast is off inside, where kernels choose dtypes themselves."""
@@ -311,11 +313,19 @@ class Operator:
 
     # --- operation counts -----------------------------------------------------------------------------------------
 
-    def _flops(self, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def flops(self, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        """Count multiplications and additions of a call, as ``torch.utils.flop_counter`` does.
+
+        Args:
+            *args: Arguments of the operator, in its schema's order, with shapes in place of tensors.
+            out_shape: Ignored; the result's shape, which the counter gives.
+            **kwargs: Ignored, likewise.
+        """
         count = len(self.terms._fields)
         return self._operations(self.terms(*args[:count]), self.options(*args[count:]))
 
-    def _backward_flops(self, grad_output: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    def backward_flops(self, grad_output: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+        """Count likewise for a call of the operator's backward."""
         terms, _, options = self._split(args)
         return self._backward_operations(terms, options, args[-1])
 
