@@ -66,7 +66,7 @@ def picture(config: Config) -> dict:
     return dict(inputs=[image], data_samples=[sample])
 
 
-@pytest.mark.sampled(8, every_value=False)
+@pytest.mark.sampled(len(CONFIGS))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)

@@ -80,7 +80,7 @@ def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, OURS)}
 
 
-@pytest.mark.sampled(6, every_value=False)
+@pytest.mark.sampled(len(CONFIGS))
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)
