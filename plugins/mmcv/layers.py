@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mmcv.cnn import build_norm_layer
+from mmcv.ops import DeformConv2d
 from mmengine.model import constant_init
 from torch import nn
 
@@ -76,12 +77,34 @@ class Deformable(nn.Module):
         constant_init(self.conv_offset, 0)
 
 
-class DeformableConv2d(Deformable, modules.DeformableConv2d):
-    """:class:`attn_plugins.modules.DeformableConv2d`, which also accepts ``deform_groups`` for ``offset_groups``."""
+class _OnlyByName(nn.Module):
+    """Last mixin before a class of mmcv, of which a layer is an instance without its constructor and text."""
+
+    __repr__ = nn.Module.__repr__
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+
+class DeformableConv2d(Deformable, modules.DeformableConv2d, _OnlyByName, DeformConv2d):
+    """:class:`attn_plugins.modules.DeformableConv2d`, which also accepts ``deform_groups`` for ``offset_groups``.
+
+    It is an instance of mmcv's ``DeformConv2d``, for which mmengine's ``paramwise_cfg`` has rules: the rate of
+    ``conv_offset`` is multiplied by ``dcn_offset_lr_mult``.
+    """
+
+    @property
+    def deform_groups(self) -> int:
+        """``offset_groups``, under mmcv's name."""
+        return self.offset_groups
 
 
 class DeformableConv1d(Deformable, modules.DeformableConv1d):
-    """:class:`attn_plugins.modules.DeformableConv1d`, which also accepts ``deform_groups`` for ``offset_groups``."""
+    """:class:`attn_plugins.modules.DeformableConv1d`, which also accepts ``deform_groups`` for ``offset_groups``.
+
+    ``dcn_offset_lr_mult`` is for 2-D convolutions only; ``custom_keys=dict(conv_offset=dict(lr_mult=0.1))`` does the
+    same here.
+    """
 
 
 class AAConv2d(Reinitialised, modules.AAConv2d):

@@ -1,0 +1,42 @@
+"""Rules of mmengine, mmcv and mmseg that ask for a layer's class apply to our layers as to the stock ones."""
+
+from __future__ import annotations
+
+import mmcv.cnn
+import mmdet.models
+import pytest
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.model import initialize, revert_sync_batchnorm
+from mmengine.registry import MODELS
+from mmseg.engine.optimizers.force_default_constructor import ForceDefaultOptimWrapperConstructor
+from mmengine.optim import DefaultOptimWrapperConstructor
+
+import attn_plugins.mmcv  # noqa: F401
+from tests.mm.drop_in_helpers import stock_layers  # noqa: F401
+
+RULES = [
+    dict(dcn_offset_lr_mult=0.1),
+    dict(dcn_offset_lr_mult=0.1, bias_lr_mult=2.0, bias_decay_mult=0.0, norm_decay_mult=0.5, dwconv_decay_mult=0.25),
+    dict(dcn_offset_lr_mult=0.1, flat_decay_mult=0.0, custom_keys={"layer4": dict(lr_mult=3.0)}),
+    dict(bias_lr_mult=2.0, bias_decay_mult=0.0),
+]
+
+
+@pytest.mark.usefixtures("stock_layers")
+@pytest.mark.parametrize("constructor", [DefaultOptimWrapperConstructor, ForceDefaultOptimWrapperConstructor])
+@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules))
+@pytest.mark.parametrize("modulated", [False, True])
+def test_parameters_get_the_rates_that_they_have_in_mmcvs_layers(constructor, rules, modulated):
+    stock = _rates(dict(type="DCNv2" if modulated else "DCN", deform_groups=1), constructor, rules)
+    ours = _rates(dict(type="DeformableConv2d", deform_groups=1, modulated=modulated), constructor, rules)
+    assert ours == stock
+    assert any("conv_offset" in name for name in ours)
+
+
+def _rates(dcn, constructor, rules):
+    model = mmdet.models.ResNet(50, base_channels=8, dcn=dcn, stage_with_dcn=(False, False, True, True))
+    optimizer = dict(type="SGD", lr=1.0, weight_decay=1.0)
+    groups = constructor(dict(optimizer=optimizer), rules)(model).optimizer.param_groups
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
