@@ -34,12 +34,13 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
 from .. import mmcv_ext  # noqa: F401  stands in for mmcv._ext where mmcv is not compiled
-from ..modules import BilateralCrissCross2d, CrissCrossAttention2d
 from .attended import Attended  # noqa: F401  registers itself
 from .backbones import AAResNet, load_from_safetensors
 from .layers import (
     AAConv2d,
+    BilateralCrissCross2d,
     BilateralNonLocal2d,
+    CrissCrossAttention2d,
     DeformableConv1d,
     DeformableConv2d,
     DynamicConv2d,

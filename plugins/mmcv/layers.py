@@ -26,6 +26,16 @@ class Reinitialised(nn.Module):
         self.reset_parameters()  # type: ignore[operator]
 
 
+class PartsReinitialised(nn.Module):
+    """Mixin like :class:`Reinitialised` for layers whose ``reset_parameters`` leaves that of their parts out."""
+
+    def init_weights(self) -> None:
+        """Initialise the parameters of all parts again, then the layer's own; mmengine calls this hook."""
+        for part in reversed(list(self.modules())):
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+
 class Normalised(Reinitialised):
     """Mixin that accepts ``norm_cfg``, such as ``dict(type="SyncBN")``, for ``norm_layer``."""
 
@@ -45,6 +55,14 @@ class DynamicConv2d(Normalised, modules.DynamicConv2d):
 
 class BilateralNonLocal2d(Reinitialised, modules.BilateralNonLocal2d):
     """:class:`attn_plugins.modules.BilateralNonLocal2d`."""
+
+
+class BilateralCrissCross2d(PartsReinitialised, modules.BilateralCrissCross2d):
+    """:class:`attn_plugins.modules.BilateralCrissCross2d`."""
+
+
+class CrissCrossAttention2d(PartsReinitialised, modules.CrissCrossAttention2d):
+    """:class:`attn_plugins.modules.CrissCrossAttention2d`."""
 
 
 class NonLocalAttention2d(Reinitialised, modules.NonLocal2d):

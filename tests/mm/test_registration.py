@@ -7,6 +7,7 @@ import pytest
 import torch
 from mmcv.cnn import ConvModule, build_conv_layer, build_plugin_layer
 from mmdet.registry import MODELS as MMDET_MODELS
+from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 
 import attn_plugins.mmcv
@@ -98,6 +99,31 @@ def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
     plain.eval()
     for got, expected in zip(attended(x), plain(x)):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("BilateralCrissCross2d", dict(gate_init=0.5)),
+        ("BilateralNonLocal2d", {}),
+        ("CrissCrossAttention2d", dict(position="relative", input_size=(5, 7), gate_init=0.5)),
+        ("DynamicConv2d", dict(norm_cfg=dict(type="BN"))),
+        ("GeneralizedAttention2d", {}),
+        ("NonLocalAttention1d", {}),
+        ("NonLocalAttention2d", {}),
+        ("NonLocalAttention3d", {}),
+    ],
+)
+def test_plugin_layers_keep_their_own_start_under_any_init_cfg(name, options):
+    layers = "Conv1d Conv2d Conv3d Linear Gamma PositionPredictor".split()
+    model = BaseModule(init_cfg=dict(type="Constant", layer=layers, val=7.0, bias=7.0))
+    model.layer = MODELS.build(dict(type=name, in_channels=16, **options))
+    start = {key: float(value.std(correction=0)) for key, value in model.layer.named_parameters()}
+    model.init_weights()
+    for key, value in model.layer.named_parameters():
+        assert not (value == 7.0).any(), key
+        assert value.dim() < 2 or float(value.std(correction=0)) == pytest.approx(start[key], rel=0.5), key
+        assert (value.max() == value.min()) == (start[key] == 0), key
 
 
 @pytest.mark.parametrize("name", ["DynamicConv2d", "BilateralNonLocal2d", "BilateralCrissCross2d"])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import mmcv.cnn
+import copy
+
 import mmdet.models
 import pytest
 import torch
-from mmcv.cnn import build_norm_layer
-from mmengine.model import initialize, revert_sync_batchnorm
+from mmcv.cnn import fuse_conv_bn
+from mmengine.model import revert_sync_batchnorm
+from mmengine.optim import DefaultOptimWrapperConstructor
 from mmengine.registry import MODELS
 from mmseg.engine.optimizers.force_default_constructor import ForceDefaultOptimWrapperConstructor
-from mmengine.optim import DefaultOptimWrapperConstructor
 
 import attn_plugins.mmcv  # noqa: F401
 from tests.mm.drop_in_helpers import stock_layers  # noqa: F401
@@ -40,3 +41,21 @@ def _rates(dcn, constructor, rules):
     groups = constructor(dict(optimizer=optimizer), rules)(model).optimizer.param_groups
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(p)]: (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
+
+
+@pytest.mark.parametrize("name", ["DynamicConv2d", "GeneralizedAttention2d", "LocalBilateralConv2d"])
+def test_converted_and_fused_normalisations_compute_the_same(name):
+    shape = dict(out_channels=16, kernel_size=3, padding=1) if name == "LocalBilateralConv2d" else {}
+    norm = {} if shape else dict(norm_cfg=dict(type="SyncBN"))
+    layer = revert_sync_batchnorm(MODELS.build(dict(type=name, in_channels=16, **shape, **norm)))
+    norms = [module for module in layer.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for module in norms:
+        module.running_mean.normal_()
+        module.running_var.uniform_(0.5, 2.0)
+    x = torch.randn(2, 16, 6, 5)
+    fused = fuse_conv_bn(copy.deepcopy(layer.eval()))
+    torch.testing.assert_close(fused(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert norms
+    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in fused.modules())
