@@ -48,7 +48,7 @@ def test_converted_and_fused_normalisations_compute_the_same(name):
     shape = dict(out_channels=16, kernel_size=3, padding=1) if name == "LocalBilateralConv2d" else {}
     norm = {} if shape else dict(norm_cfg=dict(type="SyncBN"))
     layer = revert_sync_batchnorm(MODELS.build(dict(type=name, in_channels=16, **shape, **norm)))
-    norms = [module for module in layer.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    norms = [module for module in layer.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     for module in norms:
@@ -58,4 +58,4 @@ def test_converted_and_fused_normalisations_compute_the_same(name):
     fused = fuse_conv_bn(copy.deepcopy(layer.eval()))
     torch.testing.assert_close(fused(x), layer(x), rtol=1e-4, atol=1e-5)
     assert norms
-    assert not any(isinstance(module, torch.nn.BatchNorm2d) for module in fused.modules())
+    assert not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in fused.modules())
