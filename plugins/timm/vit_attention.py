@@ -121,7 +121,7 @@ class ViTAttention(GridAttention):
         """Check the arguments; return scaled query, key and value (B, M, T, d), grid, prefix, and the mask of keys."""
         if is_causal:
             raise ValueError("is_causal must be False: patches of an image have no order, got True")
-        check_sequence("x", x, self.embed_dim, self.qkv.weight)
+        check_sequence("x", x, self.embed_dim, self.qkv)
         q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask

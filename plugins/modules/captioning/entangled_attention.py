@@ -185,7 +185,7 @@ class GatedBilateralController(nn.Module):
                 raise ValueError(
                     f"{name} must have shape (B, T, {self.embed_dim}), as x has, got {tuple(tensor.shape)}"
                 )
-            check_fits(name, tensor, self.gate.weight)
+            check_fits(name, tensor, self.gate)
         f, gate = ACTIVATIONS[self.activation], self.visual_share(pathways, x)
         return gate * f(pathways.visual) + (1 - gate) * f(pathways.semantic)
 

@@ -119,12 +119,12 @@ class GatedConvBlock(nn.Module):
             ValueError: a source is missing, or a shape or a device does not match.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
-        weight = self.conv.direction
-        check_sequence("x", x, self.embed_dim, weight)
+        conv = getattr(self.conv, "direction", self.conv)
+        check_sequence("x", x, self.embed_dim, conv)
         check_tensor("words", words)
         if words.shape != x.shape:
             raise ValueError(f"words must have x's shape {tuple(x.shape)}, got {tuple(words.shape)}")
-        check_sources(sources, self.names, self.embed_dim, len(x), weight)
+        check_sources(sources, self.names, self.embed_dim, len(x), conv)
         if state is None:
             state = x.new_zeros(len(x), self.kernel_size - 1, self.embed_dim)
         inputs = torch.cat((state.to(x.dtype), self.dropout(x)), 1)

@@ -97,8 +97,8 @@ class ShowAttendTell(nn.Module):
             ValueError: a shape or a device does not match.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
-        check_sequence("words", words, self.word_dim, self.cell.weight_ih)
-        check_source("source", source, self.source_dim, len(words), self.cell.weight_ih)
+        check_sequence("words", words, self.word_dim, self.first_hidden)
+        check_source("source", source, self.source_dim, len(words), self.first_hidden)
         check_padding_mask(padding_mask, len(source), source.shape[1], source.device)
         words = self.dropout(words)
         hidden, cell, keys = self.first_state(source, padding_mask) if state is None else state

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...ops.common.arguments import autocast_dtype, check_padding_mask
+from .untouched import untouched
 
 __all__ = [
     "check_convolved",
@@ -24,8 +25,11 @@ __all__ = [
     "odd_pair",
     "one_of",
     "pair",
+    "plain_weight",
     "positive",
 ]
+
+PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def one_of(kind: Any, **choices: str) -> None:
@@ -64,12 +68,36 @@ def check_range(name: str, n_k: int) -> None:
         raise ValueError(f"{name} must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
 
 
-def check_fits(name: str, x: Tensor, weight: Tensor) -> None:
-    """Check that ``x`` has the device and the dtype of ``weight``; under autocast the dtype may differ."""
+def plain_weight(child: nn.Module | Tensor) -> Tensor | None:
+    """Return the weight that a layer computes with, or None if only a call of the layer can tell.
+
+    Quantised, offloaded, adapted or sharded layers may have no weight before they are called, or one of another dtype.
+    """
+    weight: Any = child
+    if isinstance(child, nn.Module):
+        if not untouched(child, type(child)):
+            return None
+        if isinstance(child, nn.Sequential):
+            return plain_weight(child[0])
+        if type(child) not in PLAIN:
+            return None
+        weight = child.weight
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.device.type != "meta"
+    return weight if plain else None
+
+
+def check_fits(name: str, x: Tensor, child: nn.Module | Tensor, owner: str = "module") -> None:
+    """Check that ``x`` has the device and the dtype of a parameter, or of a child's weight if that is plain.
+
+    Under autocast the dtype may differ.
+    """
+    weight = plain_weight(child)
+    if weight is None:
+        return
     if x.device != weight.device:
-        raise ValueError(f"{name} must be on the module's device {weight.device}, got {x.device}")
+        raise ValueError(f"{name} must be on the {owner}'s device {weight.device}, got {x.device}")
     if x.dtype != weight.dtype and not (x.is_floating_point() and autocast_dtype(x.device.type) is not None):
-        raise TypeError(f"{name} must have the module's dtype {weight.dtype}, got {x.dtype}")
+        raise TypeError(f"{name} must have the {owner}'s dtype {weight.dtype}, got {x.dtype}")
 
 
 def check_tensor(name: str, x: object) -> None:
@@ -87,30 +115,30 @@ def check_heads(embed_dim: int, num_heads: int, dropout: float) -> None:
         raise ValueError(f"dropout must be at least 0 and below 1, got {dropout!r}")
 
 
-def check_sequence(name: str, x: Tensor, channels: int, weight: Tensor, batch: int | None = None) -> None:
-    """Check that ``x`` is (B, T, channels) with T > 0, and has the device and the dtype of ``weight``."""
+def check_sequence(name: str, x: Tensor, channels: int, child: nn.Module | Tensor, batch: int | None = None) -> None:
+    """Check that ``x`` is (B, T, channels) with T > 0, and :func:`fits <check_fits>` ``child``."""
     check_tensor(name, x)
     if x.dim() != 3 or x.shape[2] != channels or x.shape[1] == 0:
         raise ValueError(f"{name} must have shape (B, T, {channels}) with at least one token, got {tuple(x.shape)}")
     if batch is not None and x.shape[0] != batch:
         raise ValueError(f"{name} must have query's batch size {batch}, got {x.shape[0]}")
-    check_fits(name, x, weight)
+    check_fits(name, x, child)
 
 
-def check_source(name: str, x: Tensor, channels: int, batch: int, weight: Tensor) -> None:
-    """Check that ``x`` is (batch, S, channels) with S > 0, and has the device and the dtype of ``weight``."""
+def check_source(name: str, x: Tensor, channels: int, batch: int, child: nn.Module | Tensor) -> None:
+    """Check that ``x`` is (batch, S, channels) with S > 0, and :func:`fits <check_fits>` ``child``."""
     check_tensor(name, x)
     if x.dim() != 3 or x.shape[0] != batch or x.shape[1] == 0 or x.shape[2] != channels:
         raise ValueError(f"{name} must have shape ({batch}, S, {channels}) with S > 0, got {tuple(x.shape)}")
-    check_fits(name, x, weight)
+    check_fits(name, x, child)
 
 
-def check_map(x: Tensor, channels: int, weight: Tensor, name: str = "x") -> None:
-    """Check that ``x`` is a non-empty (B, channels, H, W), and has the device and the dtype of ``weight``."""
+def check_map(x: Tensor, channels: int, child: nn.Module | Tensor, name: str = "x") -> None:
+    """Check that ``x`` is a non-empty (B, channels, H, W), and :func:`fits <check_fits>` ``child``."""
     check_tensor(name, x)
     if x.dim() != 4 or x.shape[1] != channels or 0 in x.shape[2:]:
         raise ValueError(f"{name} must have shape (B, {channels}, H, W) with at least one pixel, got {tuple(x.shape)}")
-    check_fits(name, x, weight)
+    check_fits(name, x, child)
 
 
 def check_window(
@@ -149,8 +177,5 @@ def check_convolved(
         raise ValueError(f"input must have shape (B, C, {', '.join(axes)}) with C = {channels}, got {tuple(x.shape)}")
     if not x.is_floating_point():
         raise TypeError(f"input must be floating-point, got {x.dtype}")
-    if x.device != weight.device:
-        raise ValueError(f"input must be on the weight's device {weight.device}, got {x.device}")
-    if x.dtype != weight.dtype and autocast_dtype(x.device.type) is None:
-        raise TypeError(f"input must have the weight's dtype {weight.dtype}, got {x.dtype}")
+    check_fits("input", x, weight, "weight")
     check_window("input", x, kernel_size, padding, dilation)

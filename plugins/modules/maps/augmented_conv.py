@@ -225,9 +225,9 @@ class AAConv2d(RelativeTables):
 
     def _check(self, x: Tensor) -> None:
         if self.qkv is not None:
-            check_map(x, self.in_channels, self.qkv.weight)
+            check_map(x, self.in_channels, self.qkv)
         elif self.conv is not None:
-            check_map(x, self.in_channels, self.conv.weight)
+            check_map(x, self.in_channels, self.conv)
         self.check_size(x)
 
     def extra_repr(self) -> str:

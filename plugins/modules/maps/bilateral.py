@@ -163,7 +163,7 @@ class BilateralNonLocal2d(_Bilateral):
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return scaled queries, keys and values (B, N, d), and the predicted values with v last (B, N, n + 1)."""
-        check_map(x, self.in_channels, self.theta.weight)
+        check_map(x, self.in_channels, self.theta)
         x = to_channels_last(x)
         query, key, value, predicted = (
             layer(x).flatten(2).transpose(1, 2) for layer in (self.theta, self.phi, self.g, self.position)

@@ -92,7 +92,7 @@ class CrissCross(MapAttention):
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute query, key and value (B, 1, H, W, ·), and position logits."""
-        check_map(x, self.in_channels, self.query_conv.weight)
+        check_map(x, self.in_channels, self.query_conv)
         x = to_channels_last(x)
         query, key, value = (part.permute(0, 2, 3, 1).unsqueeze(1) for part in self._projected(x))
         return query, key, value, self.position_logits(x, query)

@@ -89,7 +89,7 @@ class DynamicConv2d(MapAttention):
 
     def _attention(self, x: Tensor) -> Attention:
         """Compute values (B, G, H, W, C / G) and the kernels' logits; taps outside the map take part as zeros."""
-        check_map(x, self.in_channels, next(self.parameters()))
+        check_map(x, self.in_channels, self.input)
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
         taps = split_heads(self.kernel(value), self.num_groups)
         return Attention(None, None, split_heads(value, self.num_groups), taps=taps, window=self.geometry)
@@ -216,7 +216,7 @@ class DynamicConv1d(nn.Module):
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
             raise ValueError(f"x must have shape (B, {self.in_channels}, T) with T > 0, got {tuple(x.shape)}")
-        check_fits("x", x, self.input.weight)
+        check_fits("x", x, self.input)
         check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
         value = F.glu(self.input(x.transpose(1, 2)), -1)
         taps = self._grouped(self.kernel(value))

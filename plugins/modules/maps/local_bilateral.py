@@ -147,7 +147,7 @@ class LocalBilateralConv2d(MapAttention):
 
     def _attention(self, x: Tensor) -> Attention:
         """Compute refined queries, keys, values, and geometric logits (B, M, Hq, Wq, taps)."""
-        check_map(x, self.in_channels, self.query[0].weight)  # type: ignore[arg-type]
+        check_map(x, self.in_channels, self.query)
         check_window("x", x, self.kernel_size, self.padding, self.dilation)
         x = to_channels_last(x)
         projected = self.query(x)

@@ -110,7 +110,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
 
     def _embeddings(self, x: Tensor) -> Attention:
         """Compute queries (B, 1, H, W, ·), keys and values (B, 1, Hk, Wk, ·), and the logits of rows and columns."""
-        check_map(x, self.in_channels, self.g.weight)
+        check_map(x, self.in_channels, self.g)
         self.check_size(x)
         query, key, value = (t.permute(0, 2, 3, 1).unsqueeze(1) for t in self.projected(to_channels_last(x)))
         tables = self.table_logits(query, self.scale, key.shape[2:4], self.key_stride(query.shape[2:4]))

@@ -81,7 +81,7 @@ class _NonLocalTokens(NonLocalBlock):
                 f"x must have shape (B, {self.in_channels}, {self.axes}) with at least one position, got "
                 f"{tuple(x.shape)}"
             )
-        check_fits("x", x, self.g.weight)
+        check_fits("x", x, self.g)
         query, key, value = map(_tokens, self.projected(x))
         return Attention(query, key, value, scale=self.scale)
 

@@ -91,9 +91,8 @@ class AttendedLSTM(nn.Module):
             ValueError: a source is missing, or a shape or a device does not match.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
-        weight = self.output.weight
-        check_sequence("words", words, self.embed_dim, weight)
-        check_sources(sources, tuple(self.attentions), self.embed_dim, len(words), weight)
+        check_sequence("words", words, self.embed_dim, self.output)
+        check_sources(sources, tuple(self.attentions), self.embed_dim, len(words), self.output)
         hidden, cell, attended, keys = self._first_state(words, sources) if state is None else state
         outputs: list[Tensor] = []
         alignments: dict[str, list[Tensor]] = {name: [] for name in self.attentions}
@@ -139,12 +138,12 @@ def check_source_names(names: Sequence[str]) -> None:
 
 
 def check_sources(
-    sources: Mapping[str, Modality], names: Sequence[str], channels: int, batch: int, weight: Tensor
+    sources: Mapping[str, Modality], names: Sequence[str], channels: int, batch: int, child: nn.Module | Tensor
 ) -> None:
     """Check that all sources ``names`` are present, each (batch, S, channels) with its padding mask."""
     for name in names:
         if name not in sources:
             raise ValueError(f"sources must have {', '.join(names)}, got {', '.join(sources) or 'none'}")
         features, mask = sources[name]
-        check_source(f"sources[{name!r}]", features, channels, batch, weight)
+        check_source(f"sources[{name!r}]", features, channels, batch, child)
         check_padding_mask(mask, batch, features.shape[1], features.device)

@@ -63,10 +63,9 @@ class BandedSelfAttention(SequenceAttention):
     def _attention(
         self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
     ) -> Attention:
-        weight = self.out_proj.weight
-        check_sequence("query", query, self.embed_dim, weight)
+        check_sequence("query", query, self.embed_dim, self.out_proj)
         B, T, _ = query.shape
-        check_padding_mask(key_padding_mask, B, T, weight.device)
+        check_padding_mask(key_padding_mask, B, T, query.device)
         if cache is not None:
             if not self.causal:
                 raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")

@@ -323,8 +323,7 @@ class MultiheadSpatialAttention(SequenceAttention):
         key_padding_mask: Tensor | None,
         cache: SequenceCache | None,
     ) -> None:
-        weight = self.out_proj.weight
-        check_sequence("query", query, self.embed_dim, weight)
+        check_sequence("query", query, self.embed_dim, self.out_proj)
         B, S = query.shape[0], query.shape[1]
         if key is None:
             if value is not None:
@@ -336,13 +335,13 @@ class MultiheadSpatialAttention(SequenceAttention):
         else:
             if self.causal:
                 raise ValueError("key must be None with causal=True, which is self-attention")
-            check_sequence("key", key, self.kdim, weight, B)
+            check_sequence("key", key, self.kdim, self.out_proj, B)
             S = key.shape[1]
             if value is not None:
-                check_sequence("value", value, self.kdim, weight, B)
+                check_sequence("value", value, self.kdim, self.out_proj, B)
                 if value.shape[1] != S:
                     raise ValueError(f"value must have key's length {S}, got {value.shape[1]}")
-        check_padding_mask(key_padding_mask, B, S, weight.device)
+        check_padding_mask(key_padding_mask, B, S, query.device)
         if cache is not None:
             check_cache(cache, B)
             if key is not None and cache.value is not None and cache.value.shape[2] != S:

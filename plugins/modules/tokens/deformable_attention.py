@@ -183,14 +183,12 @@ def attend(
 ) -> Tensor:
     """Run :meth:`MultiScaleDeformableAttention.forward` for any module with its attributes, including mmcv's."""
     value = query if value is None else value
-    weight = getattr(module.value_proj, "weight", query)  # a toolkit's wrapper of the layer may have none
     for name, tokens in (("query", query), ("value", value)):
         check_tensor(name, tokens)
         if tokens.dim() != 3 or tokens.shape[2] != module.embed_dims:
             axes = "B, ·" if module.batch_first else "·, B"
             raise ValueError(f"{name} must have shape ({axes}, {module.embed_dims}), got {tuple(tokens.shape)}")
-        if tokens.dtype != weight.dtype or tokens.device != weight.device:
-            check_fits(name, tokens, weight)
+        check_fits(name, tokens, module.value_proj)
     check_tensor("reference_points", reference_points)
     assert reference_points is not None
     if spatial_shapes is None:

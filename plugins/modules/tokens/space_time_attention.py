@@ -151,7 +151,7 @@ class SpaceTimeSelfAttention(nn.Module):
         """
         P = prefix_tokens
         last = self.get_submodule("attn")
-        check_sequence("x", x, self.embed_dim, last.qkv.weight)  # type: ignore[union-attr, arg-type]
+        check_sequence("x", x, self.embed_dim, getattr(last, "qkv", last))
         check_clip_grid(grid, P, x.shape[1])
         for name in self.added:
             norm, attention, fc = (self.get_submodule(name + part) for part in ("norm1", "attn", "fc"))

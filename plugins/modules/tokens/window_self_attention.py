@@ -279,7 +279,7 @@ class WindowSelfAttention(GridTerms):
             raise ValueError(
                 f"x must have shape (B, H, W, {self.embed_dim}) with at least one token, got {tuple(x.shape)}"
             )
-        check_fits("x", x, self.qkv.weight)
+        check_fits("x", x, self.qkv)
 
     def _windows(self) -> tuple[Pair, Pair, int, Project]:
         return self.window_size, self.shift_size, self.num_heads, self._project
