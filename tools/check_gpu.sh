@@ -6,11 +6,10 @@
 #   tools/check_gpu.sh build tests        # some stages
 #   PYTEST="-k window" tools/check_gpu.sh tests
 #   BENCH="--all -k sequence" tools/check_gpu.sh bench
-#   tools/check_gpu.sh call1              # half an hour on a rented GPU: call1 to call4 (python -m tools.bench gpu -h)
 #
 # PYTHON: one with torch for CUDA, pytest, pytest-xdist and pytest-timeout. OUT: folder of logs and results. build/gpu keeps
-# what a later call needs. JOBS: parallel
-# processes. SECONDS_EACH: of random calls of an operator. mmcv's Python files can be copied to build/peers:
+# what a later call needs. JOBS: parallel processes. SECONDS_EACH: of random calls of an operator. mmcv's Python files can
+# be copied to build/peers:
 #   cp -r .venv/lib/python3*/site-packages/{mmcv,mmengine,addict,termcolor,*mmcv*.dist-info} build/peers; rm build/peers/mmcv/_ext*
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -104,22 +103,12 @@ bench() {
     return "$status"
 }
 
-call() { # one call of the plan; its results are in $OUT as well
-    "$PYTHON" -m tools.bench gpu "$1" --out build/gpu
-    local status=$?
-    cp build/gpu/*.json* build/gpu/*.md "$OUT" 2>/dev/null
-    return "$status"
-}
-
 failed=()
 for stage in "${@:-build tests fuzz memory bench}"; do
     for name in $stage; do
         echo "=== $name"
         started=$SECONDS
-        case $name in
-        call[1-4]) call "${name#call}" ;;
-        *) "$name" ;;
-        esac || failed+=("$name")
+        "$name" || failed+=("$name")
         echo "=== $name: $((SECONDS - started)) s"
     done
 done

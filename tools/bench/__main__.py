@@ -6,7 +6,6 @@ python -m tools.bench deform_conv -k 1-D      # only rows whose names match a re
 python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and drop-in (30 minutes)
 python -m tools.bench --device cuda --name gpu --minutes 8 --resume   # on a GPU, in pieces: one file of all rows
 python -m tools.bench --against CHECKOUT      # only our rows, here and in another, built checkout of this project
-python -m tools.bench gpu CALL                # half an hour on a rented GPU in four calls: gpu -h
 python -m tools.bench table                   # write README's and the site's tables, and pages, from the JSON files
 
 Run it on an idle machine: it waits until other processes end, and pages show their load. Every row is appended to
@@ -21,7 +20,6 @@ import re
 import sys
 import tempfile
 import time
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -69,8 +67,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] in (["table"], ["gpu"]):
-        return import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+    if arguments[:1] == ["table"]:
+        from . import table
+
+        return table.main(arguments[1:])
     parser = build_parser()
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - {*cases.NAMES, *cases.MORE}:

@@ -160,12 +160,6 @@ def _prepared(
     return prepare(function, arguments, kind, passes, device, peer.differentiated, peer.compiled)
 
 
-def prepared_on(preparation: Any, device: str) -> Run:
-    """Prepare the run of one of :func:`problem`'s contestants on another device."""
-    function, (peer, inputs, kind, passes, _, last) = preparation.func, preparation.args
-    return function(peer, inputs, kind, passes, device, last)
-
-
 def _channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
 
