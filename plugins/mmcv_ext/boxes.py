@@ -230,7 +230,9 @@ def bbox_overlaps(bboxes1: Tensor, bboxes2: Tensor, ious: Tensor, mode: int, ali
     check_shape("ious", ious, *((len(bboxes1),) if aligned else (len(bboxes1), len(bboxes2))))
     check(mode in (0, 1), f"mode must be 0 (union) or 1 (first box), got {mode}")
     check(offset in (0, 1), f"offset must be 0 or 1, got {offset}")
-    a, b = (bboxes1, bboxes2) if aligned else (bboxes1[:, None], bboxes2[None])
+    a, b = widened(bboxes1), widened(bboxes2)  # areas exceed float16
+    if not aligned:
+        a, b = a[:, None], b[None]
     sides = (torch.minimum(a[..., 2:], b[..., 2:]) - torch.maximum(a[..., :2], b[..., :2]) + offset).clamp_(min=0)
     intersection = sides.prod(-1)
     area = (a[..., 2:] - a[..., :2] + offset).prod(-1)

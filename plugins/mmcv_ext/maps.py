@@ -153,7 +153,7 @@ def masked_col2im_forward(
 ) -> None:
     """Write ``col`` (C, P) to the P pixels of ``im`` (1, C, H, W)."""
     check_shape("im", im, 1, channels, height, width)
-    im[0, :, mask_h_idx, mask_w_idx] = col.view(channels, -1)
+    im[0, :, mask_h_idx, mask_w_idx] = col.view(channels, -1).to(im)  # under autocast mmcv multiplies in half precision
 
 
 # --- point-wise spatial attention ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from torch import Tensor
 
-from .calls import HALVES, check, check_floats, check_shape, operator, widened
+from .calls import check, check_floats, check_shape, operator, widened
 from .maps import gradients
 
 MAX, AVERAGE = 0, 1
@@ -130,12 +130,12 @@ def roi_align_forward(
     size = (aligned_height, aligned_width)
     _check_rois(input, rois, *size, aligned)
     check_shape("output", output, len(rois), input.shape[1], *size)
-    x = widened(input) if input.device.type == "cpu" else input  # torchvision has no half kernels for CPUs
+    maps = widened(input)  # torchvision has no kernel for bfloat16, nor on CPUs for float16
+    regions = rois.to(maps.dtype)
     if pool_mode == AVERAGE:
-        pooled = torch.ops.torchvision.roi_align(x, rois.to(x.dtype), spatial_scale, *size, sampling_ratio, aligned)
+        pooled = torch.ops.torchvision.roi_align(maps, regions, spatial_scale, *size, sampling_ratio, aligned)
         output.copy_(pooled)
         return
-    maps, regions = widened(input), widened(rois).to(widened(input).dtype)
     boxes, grids = _grids(regions, size, spatial_scale, sampling_ratio, aligned)
     for block, gh, gw in _blocks(grids, size[0] * size[1] * input.shape[1]):
         if not gh * gw:  # mmcv's answer for a region without area
@@ -170,8 +170,7 @@ def roi_align_backward(
     """Add the gradient of the input of :func:`roi_align_forward`."""
     _check_rois(grad_input, rois, aligned_height, aligned_width, aligned)
     if pool_mode == AVERAGE:
-        half_on_cpu = grad_output.dtype in HALVES and grad_output.device.type == "cpu"
-        grad = grad_output.float() if half_on_cpu else grad_output
+        grad = widened(grad_output)
         geometry = (spatial_scale, aligned_height, aligned_width, *grad_input.shape, sampling_ratio, aligned)
         grad_input += torch.ops.torchvision._roi_align_backward(grad, rois.to(grad.dtype), *geometry)
         return
@@ -206,7 +205,8 @@ def roi_pool_forward(
     """
     _check_rois(input, rois, pooled_height, pooled_width)
     H, W = input.shape[2:]
-    boxes = torch.cat((rois[:, 1:3], rois[:, 3:] + 1), 1) * spatial_scale
+    corners = widened(rois)
+    boxes = torch.cat((corners[:, 1:3], corners[:, 3:] + 1), 1) * spatial_scale
     columns, rows = (
         _bins(boxes[:, axis], boxes[:, axis + 2], bins, limit)
         for axis, bins, limit in ((0, pooled_width, W), (1, pooled_height, H))
@@ -249,7 +249,8 @@ def roi_pool_backward(
     planes = (rois[:, 0].long()[:, None] * C + torch.arange(C, device=rois.device))[..., None, None].expand_as(argmax)
     pooled = argmax >= 0
     places = planes[pooled], argmax[pooled].long()
-    grad_input.view(B * C, H * W).index_put_(places, grad_output[pooled].to(grad_input.dtype), accumulate=True)
+    grad = torch.zeros_like(widened(grad_input)).view(B * C, H * W)
+    grad_input += grad.index_put_(places, grad_output[pooled].to(grad.dtype), accumulate=True).view_as(grad_input)
 
 
 # --- deformable RoIPool -------------------------------------------------------------------------------------------
