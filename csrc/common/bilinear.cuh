@@ -16,11 +16,12 @@
 namespace attn_plugins {
 
 // (row, column) is the upper left pixel, from -1 on; dy and dx are the fractions. If `near` is false, no
-// pixel is inside the map.
+// pixel is inside the map, and the sample is `outside`: 0, or NaN if dy or dx is.
 template <class A>
 struct Sample {
   int row = 0, column = 0;
   A dy = A(0), dx = A(0);
+  A outside = A(0);
   bool near = false;
 };
 
@@ -38,7 +39,8 @@ __device__ __forceinline__ Sample<A> sample_at(A y, A x, int H, int W) {
 }
 
 // The four pixels of a sample: the number of the upper left pixel in the map, and the distances to the pixels
-// to the right and below.
+// to the right and below. `near` is 1 if any is inside the map, 0 if the weighted sample is 0, else -1: it is
+// NaN, as its weights are.
 struct alignas(16) Place {
   int pixel, right, below, near;
 };
@@ -65,7 +67,10 @@ struct Staged {
     weights[slot] = {
         {upper * left * scale, upper * right * scale, lower * left * scale, lower * right * scale}};
     places[slot] = {first + (above ? 0 : s.row) * W + (before ? 0 : s.column), before || behind ? 0 : 1,
-                    above || under ? 0 : W, s.near};
+                    above || under ? 0 : W,
+                    s.near                      ? 1
+                    : s.outside * scale == A(0) ? 0
+                                                : -1};
   }
 };
 
@@ -103,11 +108,11 @@ __device__ __forceinline__ void blend(const Four<accumulate_t<T>>& weights, cons
   }
 }
 
-// Converts N channels of a sample to T, or returns 0 if none of its pixels is inside.
+// Converts N channels of a sample to T, or returns 0 if `near` is 0.
 template <class T, int N>
-__device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], bool near) {
+__device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], int near) {
   Vector<T, N> value = narrow<T>(total);
-  if (!near) value.word = {};
+  if (near == 0) value.word = {};
   return value;
 }
 

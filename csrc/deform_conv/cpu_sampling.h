@@ -46,10 +46,12 @@ ATTN_INLINE Sample<T> locate(const Geometry& g, const Taps<E>& taps, int64_t n, 
     const TapStrides& sm = taps.mask_strides;
     s.mask = T(taps.mask[n * sm.n + tap * sm.channel + oy * sm.y + ox * sm.x]);
   }
-  // The negated comparison also puts NaN outside: values outside must not be converted to an integer.
+  // The negated comparison also holds for NaN: values outside must not be converted to an integer. As in
+  // torchvision, a position beyond the map reads 0, any other NaN, and infinite positions have NaN fractions.
   if (!(y >= T(-1) && y < T(g.H) && x >= T(-1) && x < T(g.W))) {
-    for (int i = 0; i < 4; ++i) s.corner[i] = -1, s.weight[i] = 0;
-    s.dy = s.dx = 0;
+    s.dy = y - y, s.dx = x - x;
+    const bool beyond = y < T(-1) || y >= T(g.H) || x < T(-1) || x >= T(g.W);
+    for (int i = 0; i < 4; ++i) s.corner[i] = -1, s.weight[i] = beyond ? T(0) : s.dy + s.dx;
     return s;
   }
   const T fy = std::floor(y), fx = std::floor(x);
@@ -69,9 +71,11 @@ ATTN_INLINE Sample<T> locate(const Geometry& g, const Taps<E>& taps, int64_t n, 
   return s;
 }
 
+// A sample outside the map is NaN instead if its position is NaN or its mask is not finite.
 template <class T>
-ATTN_INLINE bool is_outside(const Sample<T>& s) {
-  return s.corner[0] < 0 && s.corner[1] < 0 && s.corner[2] < 0 && s.corner[3] < 0;
+ATTN_INLINE bool is_zero(const Sample<T>& s) {
+  return s.corner[0] < 0 && s.corner[1] < 0 && s.corner[2] < 0 && s.corner[3] < 0 &&
+         s.weight[0] * s.mask == 0;
 }
 
 // Calls body(n, pixel index within the block, oy, ox) for pixels [begin, end) of the block that starts at
@@ -134,7 +138,7 @@ ATTN_INLINE void sample_range(const Block<T, E>& b, E* columns, int64_t begin, i
         const Sample<T> s = locate<T>(g, b.taps, n, oy, ox, d, k / g.Kw, k % g.Kw);
         for_runs(g, b.length, p, k, d * per_offset_group, (d + 1) * per_offset_group,
                  [&](int64_t c, int64_t count, int64_t at) {
-                   if (is_outside(s)) {
+                   if (is_zero(s)) {
                      std::memset(columns + at, 0, count * sizeof(E));
                    } else {
                      blend(columns + at, b.pixel(s, 0, n, c), b.pixel(s, 1, n, c), b.pixel(s, 2, n, c),
@@ -198,7 +202,7 @@ ATTN_INLINE void tap_gradients_range(const Block<T, E>& b, const E* grad_columns
           for_runs(g, b.length, p, k, d * per_offset_group, (d + 1) * per_offset_group,
                    [&](int64_t c, int64_t count, int64_t at) {
                      E* column = columns ? columns + at : nullptr;
-                     if (is_outside(s)) {
+                     if (is_zero(s)) {
                        if (column) std::memset(column, 0, count * sizeof(E));
                      } else if (grads.offset) {
                        corner_products(sums, column, grad_columns + at, b.pixel(s, 0, n, c),
@@ -241,7 +245,7 @@ ATTN_INLINE void scatter_range(const Block<T, E>& b, const E* grad_columns, cons
     for (int64_t k = 0; k < g.taps(); ++k) {
       for (int64_t d = first / per_offset_group; d * per_offset_group < last; ++d) {
         const Sample<T>& s = samples[(p * g.taps() + k) * g.offset_groups + d];
-        if (is_outside(s)) continue;
+        if (is_zero(s)) continue;
         for_runs(g, b.length, p, k, std::max(first, d * per_offset_group),
                  std::min(last, (d + 1) * per_offset_group), [&](int64_t c, int64_t count, int64_t at) {
                    for (int i = 0; i < 4; ++i) {

@@ -99,7 +99,13 @@ __device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<
   const A x =
       A(t.ox * p.stride_w - p.pad_w + kx * p.dilation_w) + widen(__ldg(offset + p.offset_strides.channel));
   *mask = p.mask ? A(widen(__ldg(p.mask + plane_index(p.mask_strides, t, channel)))) : A(1);
-  return sample_at<A>(y, x, p.H, p.W);
+  Sample<A> s = sample_at<A>(y, x, p.H, p.W);
+  if (!s.near) {  // as in torchvision: 0 beyond the map, else NaN, and infinite positions have NaN fractions
+    s.dy = y - y, s.dx = x - x;
+    const bool beyond = y < A(-1) || y >= A(p.H) || x < A(-1) || x >= A(p.W);
+    s.outside = beyond ? A(0) : s.dy + s.dx;
+  }
+  return s;
 }
 
 // In columns (G, length, K, Cg), (pixel, tap) of the first group begins at (pixel * K + tap) * Cg. Returns
@@ -128,7 +134,7 @@ __device__ __forceinline__ void sample_taps(const Staged<accumulate_t<T>>& stage
   for (int u = 0; u < TAPS; ++u) {
     A total[N] = {};
     blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
-    const bool near = staged.places[slot + u * teams].near;
+    const int near = staged.places[slot + u * teams].near;
     if (u < writes) store(column + u * int64_t(column_step), narrow_sample<T>(total, near));
   }
 }
@@ -197,7 +203,8 @@ __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
   T* out = g.grad_offset + plane_index(g.offset_strides, t, 2 * channel);
   out[0] = narrow_to<T>(mask * sums.down());
   out[g.offset_strides.channel] = narrow_to<T>(mask * sums.across());
-  if (g.grad_mask) g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(sums.sampled());
+  if (!g.grad_mask) return;
+  g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.near ? sums.sampled() : s.outside);
 }
 
 template <class T, int N>
@@ -252,7 +259,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           }
         }
         if (g.columns) store(g.columns + at, narrow_sample<T>(sample, place.near));
-        if (grad_image && place.near) {
+        if (grad_image && place.near > 0) {
           const Corners<A> corners(grad_image + c, place, p.C * int(sizeof(A)));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {

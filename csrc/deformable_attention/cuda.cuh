@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int e = 0; e < N; ++e) products[i] += x[e] * grad[e];
         }
-        if (!grads.value || !place.near) continue;
+        if (!grads.value || place.near <= 0) continue;
         const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

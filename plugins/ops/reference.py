@@ -8,6 +8,7 @@ from .common.sampling import bilinear_samples
 from .common.softmax import masked_softmax
 from .criss_cross_attention.reference import criss_cross_attention, criss_cross_logits, criss_cross_probabilities
 from .deform_conv.reference import deform_conv2d
+from .deformable_attention.reference import deformable_attention
 from .global_attention.reference import global_attention, global_attention_logits, global_attention_probabilities
 from .sequence_attention.reference import (
     sequence_attention,
@@ -28,6 +29,7 @@ __all__ = [
     "criss_cross_logits",
     "criss_cross_probabilities",
     "deform_conv2d",
+    "deformable_attention",
     "global_attention",
     "global_attention_logits",
     "global_attention_probabilities",

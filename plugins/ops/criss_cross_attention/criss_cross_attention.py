@@ -1,7 +1,7 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
-them. It is computed as batched matrix products around one softmax, on any device (``products``), or by Triton kernels
+them. It is computed as batched matrix products around one softmax, on any device (``torch``), or by Triton kernels
 (``triton``).
 """
 

@@ -210,7 +210,7 @@ def backward(
         _mix(grad_value, column.mT, row.mT, gradient)
     if grad_query is None and grad_key is None and grad_position is None:
         return {}
-    slopes = torch.empty_like(weights, dtype=arithmetic)
+    slopes = scratch_of_weights(value, arithmetic)  # softmax's backward writes in this order alone
     _fill_padding(slopes, H, W, 0)
     column, row = _parts(slopes, H, W)
     _multiply(column, _columns(gradient), _columns(value).mT)

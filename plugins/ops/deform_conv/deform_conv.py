@@ -30,7 +30,7 @@ def deform_conv2d(
 
     Output pixel q is ``sum_k weight_k * mask_kq * input(q + p_k + offset_kq)``, where the input is interpolated
     bilinearly and is 0 outside the map. Semantics, shapes and the order of offsets are those of
-    ``torchvision.ops.deform_conv2d``. Offsets are in pixels.
+    ``torchvision.ops.deform_conv2d``. Offsets are in pixels; a NaN one reads NaN, an infinite one 0.
 
     Args:
         input: (B, C, H, W).
@@ -196,4 +196,5 @@ CONVOLVE = Operator(
     table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
+    shared=("weight", "bias"),
 )

@@ -30,8 +30,9 @@ def deformable_attention(
         output[b, q, m] = sum_lk attention_weights[b, q, m, l, k] * value_l(sampling_locations[b, q, m, l, k])
 
     where ``value_l`` is interpolated bilinearly at (x, y) and is 0 outside the map. Pixel i of W spans x = i / W to
-    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads 0. At pixel
-    centres, where the interpolation has a kink, the derivative is the one-sided derivative to the right.
+    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads 0, as in mmcv's
+    kernels. At pixel centres, where the interpolation has a kink, the derivative is the one-sided derivative to the
+    right.
 
     Locations and weights have the value's dtype. They may be float32 if the value is in half precision or under
     autocast, which casts only the value. Interpolation and sums are computed in float32, or in float64 for float64

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import reference
+from tests.helpers.operator_checks import relative_error
 
 # name -> (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
 GEOMETRIES = {
@@ -57,3 +58,9 @@ def gradients(function, operands: dict) -> list[Tensor]:
     output = function(**{**operands, **leaves})
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output))]
+
+
+def same_where_finite(a: Tensor, b: Tensor, bound: float = 1e-12) -> bool:
+    """Return whether the same numbers are finite, and equal; an infinite factor gives inf or NaN."""
+    finite = b.isfinite()
+    return torch.equal(a.isfinite(), finite) and relative_error(a[finite], b[finite]) < bound

@@ -12,7 +12,7 @@ from torch import Tensor
 from attn_plugins.ops import backend, deform_conv1d, deform_conv2d
 from attn_plugins.ops.common import library
 from tests.helpers.operator_checks import relative_error
-from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, through_reference
+from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, same_where_finite, through_reference
 
 try:
     import torchvision
@@ -106,15 +106,49 @@ def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> Non
     assert results[0].is_contiguous(memory_format=layout)
 
 
-@pytest.mark.parametrize("value", [1e9, -1e9, 1e30, float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_far_offsets_read_zero(value: float, dtype: torch.dtype) -> None:
-    operands = make(GEOMETRIES["wide"], dtype=dtype)
-    operands["offset"] = torch.full_like(operands["offset"], value)
-    for function in (deform_conv2d, through_reference):
-        output, *grads = gradients(function, operands)
-        assert torch.equal(output, operands["bias"].view(-1, 1, 1).expand_as(output))
-        assert all(torch.isfinite(g).all() for g in grads)
+KINDS = ["cpu", "torch", "reference"]
+NAN, INF = math.nan, math.inf
+
+
+@needs_torchvision
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "row, column, mask",
+    [
+        *[(1e9, 0, 1), (0, -1e30, 1), (INF, 0, 1), (0, INF, 1), (-INF, INF, 1), (NAN, 1e9, 1), (-1e9, NAN, 1)],
+        *[(0, 0, NAN), (1e9, 0, NAN), (0, 0, INF), (0, -1e9, INF)],
+    ],
+)
+def test_far_offsets_and_masks_give_what_torchvision_gives(row: float, column: float, mask: float, kind: str) -> None:
+    """Far offsets read 0, which a mask that is not finite turns into NaN."""
+    operands = make(GEOMETRIES["wide"], spread=0.7)
+    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
+    operands["mask"][0, 1, 1, 1:4] *= mask
+    expected = gradients(torchvision.ops.deform_conv2d, operands)
+    with backend(kind):
+        assert all(map(same_where_finite, gradients(deform_conv2d, operands), expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
+def test_nan_offsets_read_nan(row: float, column: float, dtype: torch.dtype, kind: str) -> None:
+    """As with torchvision on GPUs; on CPUs it reads beyond its memory."""
+    operands = make(GEOMETRIES["wide"], dtype=dtype, spread=0.3)
+    B, _, H, W = operands["input"].shape
+    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
+    nowhere = torch.zeros(B, 1, H, W, dtype=torch.bool)
+    nowhere[0, 0, 1, 1:4] = True
+    with backend(kind):
+        output, *grads = gradients(deform_conv2d, operands)
+    assert torch.equal(output.isnan(), nowhere.expand_as(output) & (torch.arange(4) < 2).view(-1, 1, 1))  # the group
+    expected = [torch.zeros_like(grad, dtype=torch.bool) for grad in grads]
+    _, by_offset, by_weight, _, by_mask = expected
+    by_mask[:, 1:2] = nowhere
+    by_weight[:2, :2, 0, 1] = True
+    # A derivative along one axis is a difference of zeros, weighted by the position along the other one.
+    by_offset[:, 2:3], by_offset[:, 3:4] = nowhere & math.isnan(column), nowhere & math.isnan(row)
+    assert all(torch.equal(grad.isnan(), nan) for grad, nan in zip(grads, expected))
 
 
 def test_infinite_pixels_stay_where_they_are() -> None:

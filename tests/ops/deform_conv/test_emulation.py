@@ -1,15 +1,18 @@
 """The CUDA kernels' source, run thread by thread on the CPU, to test them without a GPU.
 
 ``tests/ops/emulation/cuda_emulator.h`` documents the emulation: races and accesses out of bounds are errors; speed and
-registers are not emulated. ``test_deform_conv_cuda.py`` tests the compiled kernels on a GPU.
+registers are not emulated. ``test_cuda.py`` tests the compiled kernels on a GPU.
 """
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
 from attn_plugins.ops import reference
+from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.emulation.kernels import NEEDS, error
 
 # Compiling the emulated kernels takes a minute: `make test` has one case of each function here, and none elsewhere.
@@ -156,17 +159,19 @@ def test_misaligned_input(emulated):
     )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e9, -1e9, 3e38])
-def test_positions_outside_read_zero(emulated, value):
-    (input, offset, weight, bias, mask), parameters = problem()
-    offset[:, ::4] = value
-    expected, _ = expected_gradients((input, offset, weight, bias, mask), parameters, torch.ones(2, 8, 5, 7).double())
-    single = [t.float() for t in (input, offset, weight, bias, mask)]
-    assert error(emulated.deform_conv2d(*single, *parameters), expected) < 2e-6
-    grads = emulated.deform_conv2d_backward(
-        torch.ones(2, 8, 5, 7), *single[:3], single[4], *parameters, True, True, True
-    )
-    assert all(torch.isfinite(g).all() for g in grads)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9, -1e9, 3e38])
+@pytest.mark.parametrize("spoiled", ["row", "column", "mask"])
+def test_numbers_beyond_the_map_and_no_numbers(emulated, spoiled, value):
+    """Far offsets read 0 and NaN ones NaN, with the gradients of the definition, as in torchvision."""
+    tensors, parameters = problem(spread=0.7)
+    first = dict(row=0, column=1).get(spoiled)
+    (tensors[4] if first is None else tensors[1][:, first::2])[0, ::3, 1:3, 2] = value
+    grad_output = torch.ones(2, 8, 5, 7).double()
+    expected, gradients = expected_gradients(tensors, parameters, grad_output)
+    input, offset, weight, _, mask = tensors
+    output = emulated.deform_conv2d(*tensors, *parameters)
+    grads = emulated.deform_conv2d_backward(grad_output, input, offset, weight, mask, *parameters, True, True, True)
+    assert all(map(same_where_finite, (output, *grads), (expected, *gradients)))
 
 
 def test_borders_exactly(emulated):

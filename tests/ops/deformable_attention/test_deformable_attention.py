@@ -91,6 +91,19 @@ def test_nothing_is_read_for_nan_or_beside_the_map(backend):
         assert not deformable_attention(*terms).any()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_not_hidden(weight, backend):
+    """Beside the map, it multiplies 0."""
+    value, locations, weights = operands(grad=False, margin=0.6)
+    weights[:, ::2, 1, 1, 0] = weight
+    expected = by_grid_sample(value, SHAPES, locations, weights).isfinite()
+    with ops.backend(backend):
+        output = deformable_attention(value, SHAPES, locations, weights)
+    assert torch.equal(output.isfinite(), expected)
+    assert not expected[:, ::2, 4:8].any()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_points_that_differ_by_level(device):
     """One call equals the sum of one call per level."""

@@ -1,4 +1,4 @@
-"""The CUDA kernels' source, run thread by thread on the CPU; see ``test_deform_conv_emulation.py``."""
+"""The CUDA kernels' source, run thread by thread on the CPU; see ``tests/ops/deform_conv/test_emulation.py``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
+from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.deformable_attention.operands import SHAPES, operands
 from tests.ops.emulation.kernels import NEEDS, error
 
@@ -82,6 +83,15 @@ def test_nan_reads_nothing(emulated):
     output = torch.ones(1, 4, 4)
     emulated.deformable_attention_forward_(value, locations, torch.ones(1, 4, 1, 1), output, [2, 2], [1])
     assert not output.any()
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_not_hidden(emulated, weight):
+    terms, options = problem(margin=0.6)
+    terms.weights[:, ::2, 1, 2] = weight
+    output = torch.empty_like(expected := reference(terms, options))
+    emulated.deformable_attention_forward_(*terms, output, *options)
+    assert same_where_finite(output, expected)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
