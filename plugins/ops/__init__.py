@@ -1,5 +1,6 @@
 """Operators, a folder each; :func:`explain` reports the backend of a call, :func:`backend` selects it."""
 
+from .common import counters
 from .common.backends import backend, explain
 from .criss_cross_attention.criss_cross_attention import criss_cross_attention
 from .deform_conv.deform_conv import deform_conv1d, deform_conv2d
@@ -19,3 +20,5 @@ __all__ = [
     "sequence_attention",
     "window_attention",
 ]
+
+counters.register()

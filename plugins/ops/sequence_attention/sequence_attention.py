@@ -122,7 +122,7 @@ def _attend_in_range(
 ) -> Tensor:
     """Attend to the keys inside the band alone, as windows."""
     B, M, S, dv = value.shape
-    K = band_logits.shape[3]
+    K = int(band_logits.shape[3])  # a tensor while traced
     first = start - band_reach(K, causal)[0]  # the key of the first query's first tap
     drop, padding = max(0, first), max(0, -first)
     if drop >= S and closed_form():  # all windows lie behind the last key

@@ -1,0 +1,53 @@
+"""Counters that trace a model see our operators, and count half of torch's figure: a multiply-add as one operation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.ops.contract_examples import EXAMPLES
+
+
+class Calling(nn.Module):
+    def __init__(self, call, names):
+        super().__init__()
+        self.call, self.names = call, names
+
+    def forward(self, *tensors):
+        return self.call(**dict(zip(self.names, tensors)))
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_fvcore_counts_multiply_adds_and_outputs(name):
+    some = EXAMPLES[name]("small", None).to("cpu", torch.float32)
+    tensors = {key: tensor.detach() for key, tensor in some.leaves().items()}
+    model, inputs = Calling(some.call, tensors), tuple(tensors.values())
+    with FlopCounterMode(display=False) as torchs:
+        torch.jit.trace(model, inputs, check_trace=False)
+    expected = {
+        packet.__name__: count // 2
+        for packet, count in torchs.get_flop_counts()["Global"].items()
+        if packet._qualified_op_name.startswith("attn_plugins::")
+    }
+    counted = FlopCountAnalysis(model, inputs).unsupported_ops_warnings(False).by_operator()
+    assert expected
+    assert {key: counted[key] for key in expected} == expected
+    kept = ActivationCountAnalysis(model, inputs).unsupported_ops_warnings(False).by_operator()
+    assert len(expected) != 1 or [kept[key] for key in expected] == [some.call(**tensors).numel()]
+
+
+def test_counters_are_not_imported_and_may_be_imported_later():
+    script = """
+        import sys
+        import attn_plugins.ops
+        assert not {"fvcore", "mmengine"} & set(sys.modules)
+        import fvcore.nn
+        assert "attn_plugins::deform_conv2d" in sys.modules["fvcore.nn.flop_count"]._DEFAULT_SUPPORTED_OPS
+    """
+    subprocess.run([sys.executable, "-c", "\n".join(map(str.strip, script.splitlines()))], check=True)
