@@ -33,7 +33,7 @@ from __future__ import annotations
 from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
-from .. import mmcv_ext  # noqa: F401  stands in for mmcv._ext where mmcv is not compiled
+from . import stand_in  # noqa: F401
 from .attended import Attended  # noqa: F401  registers itself
 from .backbones import AAResNet, load_from_safetensors
 from .layers import (

@@ -33,9 +33,9 @@ from mmengine.registry import MODELS
 from torch import Tensor
 
 from .. import ops
-from ..mmcv_ext.edge_rule import without_edge_gradients
 from ..modules import CrissCrossAttention2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from ..ops.deform_conv.edge_rule import without_edge_gradients
 from . import transformer, window_attention
 from .layers import Reinitialised
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..autoload import stand_in_for_mmcv_ext
 from . import boxes, deformable, losses, maps, regions, sync_bn  # noqa: F401  their functions enter OPERATORS
 from .calls import OPERATORS
 
@@ -50,7 +49,3 @@ def __getattr__(name: str) -> Callable[..., Any]:
 
     missing.__name__ = missing.__qualname__ = name
     return missing
-
-
-# torch before 2.5 calls no entry point; importing attn_plugins.mmcv, as configs do, is then early enough.
-stand_in_for_mmcv_ext()

@@ -41,7 +41,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     ordered = widened(boxes)[order]
     if offset:
         ordered = ordered + ordered.new_tensor([0, 0, offset, offset])
-    ranks = torch.arange(len(order), 0, -1, dtype=torch.float64, device=boxes.device).to(ordered.dtype)
+    ranks = torch.arange(order.shape[0], 0, -1, dtype=torch.float64, device=boxes.device).to(ordered.dtype)
     return order[torch.ops.torchvision.nms(ordered, ranks, _float32(iou_threshold))]
 
 

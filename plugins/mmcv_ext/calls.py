@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +18,19 @@ OPERATORS: dict[str, Callable[..., Any]] = {}  # what the stand-in offers, by na
 
 
 def operator(function: Function) -> Function:
-    """Offer ``function``, which runs without autograd and autocast, as mmcv's compiled functions do."""
+    """Offer ``function``, which runs without autograd and autocast, as mmcv's compiled functions do.
+
+    ``torch.jit.trace`` and ONNX's exporter record it as well, unless its caller, an ``autograd.Function``, has a
+    ``symbolic``: then that is the node, and PyTorch cannot place what is recorded beside it.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.jit.is_tracing():
+            caller = sys._getframe(1).f_locals.get("ctx")
+            if hasattr(getattr(caller, "_forward_cls", None), "symbolic"):
+                with _untraced():
+                    return call(*args, **kwargs)
         device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
         casts = device_type in ("cpu", "cuda")
         with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else contextlib.nullcontext():
@@ -28,6 +38,16 @@ def operator(function: Function) -> Function:
 
     OPERATORS[function.__name__] = call
     return call  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    state = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(state)
 
 
 def widened(tensor: Tensor) -> Tensor:

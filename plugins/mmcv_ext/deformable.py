@@ -10,12 +10,12 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.deform_conv.deform_conv import CONVOLVE
+from ..ops.deform_conv.edge_rule import on_edge
 from ..ops.deform_conv.operands import Options, Terms
 from ..ops.deformable_attention.deformable_attention import ATTEND, shapes_on_host
 from ..ops.deformable_attention.operands import Options as AttentionOptions
 from ..ops.deformable_attention.operands import Terms as AttentionTerms
 from .calls import check, operator
-from .edge_rule import on_edge
 
 
 def _leading_pixels(maps: Tensor, size: Sequence[int]) -> Tensor:

@@ -12,8 +12,8 @@ import torchvision
 from torch import Tensor
 
 from attn_plugins import mmcv_ext, ops
-from attn_plugins.mmcv_ext.edge_rule import without_edge_gradients
 from attn_plugins.modules import DeformableConv2d
+from attn_plugins.ops.deform_conv.edge_rule import without_edge_gradients
 from tests.mm import mmcv_deform_conv
 from tests.mm.drop_in_helpers import STOCK, drop_in
 from tests.mm.mmcv_deform_conv import PEERS, RECORDED, RECORDED_CASES, by_torchvision, case_name, offset_gradient, peer
