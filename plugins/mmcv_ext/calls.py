@@ -43,11 +43,11 @@ def operator(function: Function) -> Function:
 @contextlib.contextmanager
 def _untraced() -> Iterator[None]:
     state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def widened(tensor: Tensor) -> Tensor:
