@@ -26,10 +26,10 @@ from typing import Any
 from tools import command_parser, need
 from tools.datasets.digits_on_photographs import Recipe, build
 from tools.detections_picture import Detection, draw, known_objects
-from tools.study.commands import ROOT, training_tool
 from tools.view.follow import distinct, follow_picture
 from tools.view.models import load_mm
 
+ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data/digits"
 CONFIGS = ROOT / "configs/mmdet/digits"
 # The score is low because it is the product of a class's probability and a centredness. With threshold 0.15 the
@@ -37,6 +37,13 @@ CONFIGS = ROOT / "configs/mmdet/digits"
 SCORE = 0.15
 PROGRESS = re.compile(r"Epoch\(train\)\s+\[(\d+)\]\[ *(\d+)/(\d+)\].*?eta: (\S+).*?loss: (\S+)")
 ACCURACY = re.compile(r"coco/bbox_mAP: (\S+)\s+coco/bbox_mAP_50: (\S+)")
+
+
+def training_tool() -> Path:
+    """Return the path of ``tools/train.py``, which mmdet's package contains."""
+    import mmdet
+
+    return Path(mmdet.__file__).parent / ".mim/tools/train.py"
 
 
 def final_checkpoint(work_dir: Path) -> Path | None:
@@ -58,7 +65,7 @@ def show_progress(line: str) -> None:
 
 def train(config: Path, work_dir: Path) -> Path:
     """Run mmdet's tool on ``config``, showing its progress, and return the last checkpoint."""
-    command = [sys.executable, "-u", str(training_tool("mmdet")), str(config), "--work-dir", str(work_dir), "--resume"]
+    command = [sys.executable, "-u", str(training_tool()), str(config), "--work-dir", str(work_dir), "--resume"]
     # Threads that spin at a barrier slow a busy machine down tenfold: let them sleep.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     began, recent = time.monotonic(), deque[str](maxlen=40)

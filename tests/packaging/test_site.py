@@ -112,5 +112,5 @@ def test_every_command_has_help():
     from tools.site.commands import commands
 
     modules = commands()
-    assert {"tools.view", "tools.bench", "tools.caption", "tools.study"} <= set(modules)
+    assert {"tools.view", "tools.bench", "tools.caption"} <= set(modules)
     assert not [command for command in modules if ".site" in command]

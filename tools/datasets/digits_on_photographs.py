@@ -10,6 +10,8 @@ is d + 1)::
     data/digits/{train,val}/000000.png
     data/digits/annotations/{train,val}.json
     data/digits/semantic/{train,val}/000000.png
+    data/digits/annotations/one_class_{train,val}.json     the same with the one class "digit"
+    data/digits/one_class/{train,val}/000000.png
     data/digits/recipe.json
 
 By default the side of a digit is uniform in 26 to 60 pixels and its rotation uniform in ±18 degrees. For objects whose
@@ -162,7 +164,8 @@ def write_split(
     folder: Path, split: str, images: Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]], count: int, show: Show
 ) -> None:
     (folder / split).mkdir()
-    (folder / "semantic" / split).mkdir(parents=True)
+    for labels in ("semantic", "one_class"):
+        (folder / labels / split).mkdir(parents=True)
     infos: list[dict] = []
     annotations: list[dict] = []
     for index, (pixels, objects) in enumerate(images):
@@ -175,11 +178,15 @@ def write_split(
         semantic = Image.fromarray(labels)
         semantic.putpalette(palette())
         semantic.save(folder / "semantic" / split / name)
+        Image.fromarray((labels > 0).astype(np.uint8)).save(folder / "one_class" / split / name)
         infos.append(dict(id=index, file_name=name, height=pixels.shape[0], width=pixels.shape[1]))
         show(f"{split}: {index + 1}/{count} images")
     categories = [dict(id=n + 1, name=name) for n, name in enumerate(CLASSES)]
     content = dict(images=infos, annotations=annotations, categories=categories)
     (folder / "annotations" / f"{split}.json").write_text(json.dumps(content))
+    digits = [{**one, "category_id": 1} for one in annotations]
+    content.update(annotations=digits, categories=[dict(id=1, name="digit")])
+    (folder / "annotations" / f"one_class_{split}.json").write_text(json.dumps(content))
 
 
 @builder

@@ -1,5 +1,5 @@
 # The small detector on larger pictures, without conv5: objects of 48 to 160 pixels cover 6 to 20 cells of conv3 and
-# 3 to 10 of conv4. `python -m tools.study deformed-detection` puts deformation and attention into these two stages.
+# 3 to 10 of conv4. The …-c4-dcn and …-c4-attn* configs put deformation and attention there.
 _base_ = "./atss_narrow-r50_fpn_digits.py"
 narrow = _base_.narrow
 model = dict(

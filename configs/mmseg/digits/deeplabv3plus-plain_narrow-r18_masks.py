@@ -1,5 +1,5 @@
 # The small DeepLabv3+ without a 3×3 layer in its decoder, on masks of all digits as one class. With
-# model.decode_head.inserted=True it has one, behind a gate: `python -m tools.study boundaries`, which makes the masks.
+# model.decode_head.inserted=True it has one, behind a gate.
 _base_ = ["./deeplabv3plus-j-conv_narrow-r18_digits.py"]
 model = dict(
     decode_head=dict(

@@ -17,7 +17,7 @@ stride_16 = dict(strides=(1, 2, 2, 1), dilations=(1, 1, 1, 2))  # the last stage
 attention = dict(embed_dims=width, num_heads=8, dropout=0.0)
 feedforward = dict(embed_dims=width, feedforward_channels=4 * width, ffn_drop=0.0)
 
-# One class: what is to be learned is where digits are. tools.study makes the annotations of ten.
+# One class: what is to be learned is where digits are.
 digits_set = dict(data_root="data/digits/", metainfo=dict(classes=("digit",)))
 digits_val = "data/digits/annotations/one_class_val.json"
 resize = dict(scale=(128, 128), keep_ratio=True)
