@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
+from ..modules.common.kept import in_backward, keep, kept
 from ..modules.tokens.deformable_attention import SampledSaliency
 from .transformer import deformable_forward
 
@@ -72,11 +75,18 @@ def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> No
                 planned[f"{path}.attn"] = _spatial(module.attn, options, path, grids)
             else:
                 planned[path] = _deformable(module, options, path)
-    if any(isinstance(layer, TokenAttention) and layer.needs_grid for layer in planned.values()):
+    if any(_needs_grid(layer) for layer in planned.values()):
         grids.watch(model)
     for path, layer in planned.items():
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, layer)
+        owner, _, name = path.rpartition(".")
+        parent = model.get_submodule(owner)
+        setattr(parent, name, layer)
+        if _needs_grid(layer):
+            grids.find_again(parent)
+
+
+def _needs_grid(layer: nn.Module) -> bool:
+    return isinstance(layer, TokenAttention) and layer.needs_grid
 
 
 def _no_match(model: nn.Module, pattern: str, matched: Mapping[str, nn.Module], stock: type) -> str:
@@ -138,15 +148,28 @@ def _check_options(path: str, options: Mapping[str, Any], *names: str) -> None:
             raise ValueError(f"{path}: options are {', '.join(names)}; the rest is the stock layer's; got {name!r}")
 
 
+class _Calls(threading.local):
+    """Maps of the calls that run in a thread, by their number of pixels, the innermost call's last."""
+
+    def __init__(self) -> None:
+        self.running: list[dict[int, Grid]] = []
+        self.last: dict[int, Grid] = {}  # of the call that ended last
+
+
 class Grids:
-    """Sizes of the maps whose positions the model encoded in the current pass, to locate their tokens.
+    """Sizes of the maps whose positions a call of a model encoded, to locate their tokens.
 
     Transformers pass tokens to their layers without the size of the map, but all of them encode the map's positions
-    first.
+    first. Gradient checkpointing repeats a layer in the backward pass, after other calls and perhaps in a thread of
+    autograd; therefore a layer's inputs keep the maps of their call.
     """
 
     def __init__(self) -> None:
-        self.seen: dict[int, Grid] = {}
+        self._calls = _Calls()
+        self._compiled: dict[int, Grid] = {}  # of the call that torch.compile traces
+
+    def __reduce__(self) -> Any:  # the calls of a copied model are its own
+        return Grids, ()
 
     def watch(self, model: nn.Module) -> None:
         """Record the output sizes of the model's position encodings from now on.
@@ -157,20 +180,49 @@ class Grids:
         encodings = [module for module in model.modules() if type(module).__name__.endswith("PositionalEncoding")]
         if not encodings:
             raise ValueError(f"{type(model).__name__} has no module named ...PositionalEncoding to locate tokens by")
-        model.register_forward_pre_hook(self._forget)
+        model.register_forward_pre_hook(self._begin)
+        model.register_forward_hook(self._end, always_call=True)
         for module in encodings:
             module.register_forward_hook(self._note)
 
-    def _forget(self, model: nn.Module, inputs: Any) -> None:
-        self.seen.clear()
+    def find_again(self, layer: nn.Module) -> None:
+        """Keep a call's maps with the inputs of ``layer``, which contains an attention layer."""
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        layer.register_forward_hook(self._leave, always_call=True)
+
+    @property
+    def seen(self) -> dict[int, Grid]:
+        """Maps of the present call by their number of pixels, or those of the last one."""
+        if torch.compiler.is_compiling():
+            return self._compiled
+        return self._calls.running[-1] if self._calls.running else self._calls.last
+
+    def _begin(self, model: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._compiled.clear()
+        else:
+            self._calls.running.append({})
+
+    def _end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls.last = self._calls.running.pop()
 
     def _note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         H, W = output.shape[-2:]
         self.seen[H * W] = (H, W)
 
-    def of(self, tokens: int) -> Grid | None:
-        """Return the latest map with this number of pixels, or None."""
-        return self.seen.get(tokens)
+    def _enter(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        tensors = [*inputs, *keywords.values()]
+        seen = next(filter(None, (kept(x, "maps") for x in tensors)), self.seen) if in_backward() else self.seen
+        for x in tensors:
+            keep(x, "maps", seen)
+        self._calls.running.append(seen)
+
+    def _leave(self, layer: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._calls.running.pop()
 
 
 class TokenAttention(modules.SpatialSelfAttention):
@@ -196,10 +248,16 @@ class TokenAttention(modules.SpatialSelfAttention):
     ) -> tuple[Tensor, None]:
         """Attend from (N, B, C) to (S, B, C); the returned weights are None.
 
+        ``is_causal`` says that ``attn_mask`` is causal and changes nothing, as in torch's layer.
+
         Raises:
-            ValueError: A term needs positions, but the tokens have none.
+            ValueError: A term needs positions, but the tokens have none; ``is_causal`` without ``attn_mask``.
         """
-        grid = self._grid(query, key)
+        if is_causal and attn_mask is None:
+            raise ValueError("is_causal describes attn_mask, which must be given with it, got attn_mask=None")
+        grid = self._grid(query, key, self._grids.seen)
+        if self.needs_grid and not torch.compiler.is_compiling():
+            keep(query, "maps", self._grids.seen)  # for token_weights and token_logits
         query, key, value = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
         return super().forward(query, key, value, grid, key_padding_mask, attn_mask).transpose(0, 1), None
 
@@ -207,7 +265,7 @@ class TokenAttention(modules.SpatialSelfAttention):
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> Tensor:
         """Compute the attention weights (B, M, N, S), for the inputs of :meth:`forward`."""
-        grid = self._grid(query, key)
+        grid = self._grid(query, key, kept(query, "maps") or self._grids.seen)
         x, key = query.transpose(0, 1), key.transpose(0, 1)
         q, k, v, places, P, mask = self._prepared(x, key, None, grid, key_padding_mask, attn_mask, 0)
         weights = self.pairs(x, q, k, v, places, P, key_padding_mask, mask).weights()
@@ -217,17 +275,17 @@ class TokenAttention(modules.SpatialSelfAttention):
         self, query: Tensor, key: Tensor, key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Compute the logits (B, M, N, S) of every term, for the inputs of :meth:`forward`."""
-        grid = self._grid(query, key)
+        grid = self._grid(query, key, kept(query, "maps") or self._grids.seen)
         query, key = query.transpose(0, 1), key.transpose(0, 1)
         return self.attention_logits(query, key, None, grid, key_padding_mask, attn_mask)
 
-    def _grid(self, query: Tensor, key: Tensor) -> Grid | None:
-        """Return the grid of the tokens, or None if no term needs it.
+    def _grid(self, query: Tensor, key: Tensor, maps: Mapping[int, Grid]) -> Grid | None:
+        """Return the grid of the tokens among ``maps``, or None if no term needs it.
 
         Raises:
             ValueError: A term needs positions, but the tokens have none.
         """
-        grid = self._grids.of(len(query)) if self.needs_grid else None
+        grid = maps.get(len(query)) if self.needs_grid else None
         if self.needs_grid and (grid is None or len(key) != len(query)):
             raise ValueError(
                 f"{self._path}: {self.described()} needs tokens with positions, but these {len(query)} queries and "

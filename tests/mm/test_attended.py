@@ -122,6 +122,20 @@ def test_queries_without_places_take_the_content_terms():
         build(ours("1111", "decoder.layers.*.self_attn"))
 
 
+def test_a_causal_hint_is_torchs_hint():
+    (layer,) = exchanged(build(ours("1010", "encoder.layers.0.self_attn"))).values()
+    stock = nn.MultiheadAttention(256, 8).eval()
+    layer.load_state_dict(stock.state_dict(), strict=False)
+    tokens = [torch.randn(5, 2, 256)] * 3
+    mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    expected, _ = stock(*tokens, attn_mask=mask, is_causal=True)
+    torch.testing.assert_close(layer.eval()(*tokens, attn_mask=mask, is_causal=True)[0], expected)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        stock(*tokens, is_causal=True)
+    with pytest.raises(ValueError, match="is_causal describes attn_mask, .* got attn_mask=None"):
+        layer(*tokens, is_causal=True)
+
+
 def test_places_are_those_of_the_present_picture():
     """Tokens that do not form a map of this picture raise an error, even if they fit an earlier picture's map."""
     model = build(ours())

@@ -1,0 +1,36 @@
+"""What belongs to a call, kept with the storage of a tensor of that call.
+
+Views of the tensor, detached copies and what autograd saves share the storage. Gradient checkpointing runs layers again
+on the tensors that it saved, so a layer finds there what it kept in the forward pass, whatever ran in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def keep(x: Any, name: str, value: Any) -> None:
+    """Keep ``value`` with the storage of ``x``, if that is a tensor with a storage."""
+    storage = _storage(x)
+    if storage is not None:
+        setattr(storage, f"_attn_plugins_{name}", value)
+
+
+def kept(x: Any, name: str) -> Any:
+    """Return what was kept with the storage of ``x`` last, or None."""
+    return getattr(_storage(x), f"_attn_plugins_{name}", None)
+
+
+def in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread, in which checkpointing repeats layers."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _storage(x: Any) -> Any:
+    try:
+        return x.untyped_storage() if isinstance(x, Tensor) else None
+    except RuntimeError:  # a tensor within torch.func.vmap has none
+        return None
