@@ -13,4 +13,4 @@ def need(*modules: str) -> None:
     """Exit before any work if one of ``modules`` is not installed."""
     if missing := [module for module in modules if find_spec(module) is None]:
         names = ", ".join(missing)
-        raise SystemExit(f"not installed: {names}; `python -m attn_plugins install --help` lists what brings them")
+        raise SystemExit(f"not installed: {names}; pip install '.[tools]' brings most of them")

@@ -71,7 +71,7 @@ def _openmmlab(toolkit: str) -> str:
 
 def _fairseq() -> str:
     import numpy as np
-    from fairseq import libbleu  # noqa: F401
+    from fairseq import libbase, libbleu, libnat  # noqa: F401
     from fairseq.data import data_utils
     from fairseq.data.token_block_utils_fast import _get_slice_indices_fast
 
@@ -130,7 +130,8 @@ CHECKS: dict[str, Callable[[], str]] = {  # by module
 
 def install_command(module: str) -> str:
     """Return the command that installs or repairs ``module``."""
-    toolkit = {"torchvision": "timm", "mmcv": "mm", "mmdet": "mm", "mmseg": "mm"}.get(module, module)
+    mm = "openmmlab" if providers("mmengine") == {"mmengine"} else "mm"
+    toolkit = {"torchvision": "timm", "mmcv": mm, "mmdet": mm, "mmseg": mm}.get(module, module)
     return f"python -m attn_plugins install {toolkit}"
 
 

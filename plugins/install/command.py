@@ -1,193 +1,181 @@
-"""Command that installs toolkits into the running environment: print the plan, install what is missing, and check."""
+"""Command that installs toolkits into the running environment: print what is missing, install it, and check."""
 
 from __future__ import annotations
 
 import argparse
-import platform
-import signal
+import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from packaging.version import Version
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
 
 from attn_plugins import doctor
 
-from . import checks, packages, recipes, wheels
-from .packages import Environment, InstallError, is_there, name_of, providers
-from .recipes import TOOLKITS, Native, Toolkit
+from . import checks, toolchain
+from .packages import TOOLKITS, Line, installed, is_there, lines_of, providers
 
 ABOUT = """Install toolkits without changing the installed torch.
 
-Installed packages keep their versions; only packages that are missing or do not run are installed. mmcv is installed
-without its compiled operators, for which attn_plugins stands in; --compile compiles them. fairseq is compiled against
-the installed torch. Compiled wheels are cached (ATTN_PLUGINS_CACHE, default ~/.cache/attn_plugins), and the same
-command resumes an interrupted compilation. MAX_JOBS limits the number of parallel compilers; FORCE_CUDA=1 compiles
-mmcv's CUDA operators without a visible GPU. At the end the doctor runs, and its exit status is returned."""
+Installed packages keep their versions; only packages that are missing or do not run are installed. The packages of each
+toolkit are listed in attn_plugins/install/requirements. mmcv is installed without its compiled extension, for which
+attn_plugins stands in; fairseq is compiled. At the end the doctor runs, and its exit status is returned."""
+
+OLDEST_TORCH = {"mm": "2.5", "openmmlab": "2.5"}  # the first that loads the stand-in by itself
+CHECKED = {"timm": ("torchvision", "timm"), "fairseq": ("fairseq",)}  # others: MM
+MM = ("torchvision", "mmcv", "mmdet", "mmseg")
+OPENCV = "opencv-python-headless"
+# Packages with extension modules: the module whose check runs them, options of pip, and variables (None: unset).
+# pip builds mmcv in an isolated environment, where it finds no torch and leaves out its extension.
+NATIVE: dict[str, tuple[str, str, dict[str, str | None]]] = {
+    "onedl-mmcv": ("mmcv", "--no-cache-dir --no-binary onedl-mmcv", {"PIP_NO_BUILD_ISOLATION": None}),
+    "mmcv-lite": ("mmcv", "", {}),
+    # fairseq's sources for CUDA, which CUDA_HOME switches on, are not in its source distribution.
+    "fairseq-fixed": ("fairseq", "--no-build-isolation", {"CUDA_HOME": None, "CFLAGS": "-g0", "CXXFLAGS": "-g0"}),
+}
+
+
+class InstallError(Exception):
+    """Reason why an installation cannot continue."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add ``install`` to the commands of ``python -m attn_plugins``."""
     parser = commands.add_parser(
         "install",
-        help="install mm (mmdet, mmseg), timm, fairseq, tools, captioning or onnx without changing torch",
+        help="install mm (mmdet, mmseg), timm or fairseq without changing torch",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("toolkits", nargs="+", choices=list(TOOLKITS), metavar="TOOLKIT", help=", ".join(TOOLKITS))
-    line = parser.add_mutually_exclusive_group()
-    line.add_argument("--compile", action="store_true", help="mm: compile mmcv's operators against the installed torch")
-    line.add_argument("--openmmlab", action="store_true", help="mm: OpenMMLab's own packages, not the onedl forks")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument(
-        "--constraint",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="file of versions (name==version) to install, which replace other installed versions; may be repeated",
-    )
+    parser.add_argument("toolkits", nargs="+", choices=TOOLKITS, metavar="TOOLKIT", help=", ".join(TOOLKITS))
+    parser.add_argument("--dry-run", action="store_true", help="print what is missing and stop")
+    parser.add_argument("--constraint", type=Path, metavar="FILE", help="file of versions to install, for pip")
 
 
-def main(
-    toolkits: Sequence[str],
-    constraint: Iterable[Path] = (),
-    dry_run: bool = False,
-    compile: bool = False,
-    openmmlab: bool = False,
-) -> int:
+def main(toolkits: Sequence[str], constraint: Path | None = None, dry_run: bool = False) -> int:
     """Install ``toolkits``; return the exit status."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        if (compile or openmmlab) and "mm" not in toolkits:
-            raise InstallError(f"--compile and --openmmlab are options of mm, got {' '.join(toolkits)}")
-        work = Installation(Environment(constraint), compile)
-        names = dict.fromkeys(toolkits)
-        wanted = [mm_toolkit(compile, openmmlab) if name == "mm" else TOOLKITS[name] for name in names]
-        for toolkit in wanted:
-            work.plan(toolkit)
-        for toolkit in [] if dry_run else wanted:
-            work.install(toolkit)
+        for toolkit in dict.fromkeys(toolkits):
+            install(toolkit, constraint, dry_run)
     except InstallError as error:
         print(f"attn_plugins install: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nattn_plugins install: interrupted; the same command resumes", file=sys.stderr)
+        print("\nattn_plugins install: interrupted; the same command goes on", file=sys.stderr)
         return 130
     print()
-    return 0 if dry_run else doctor.main(required=[check for toolkit in wanted for check in toolkit.checks])
+    return 0 if dry_run else doctor.main(required=[name for kit in toolkits for name in CHECKED.get(kit, MM)])
 
 
-def mm_toolkit(compile: bool, openmmlab: bool) -> Toolkit:
-    """Return the onedl forks or OpenMMLab's own packages: those that are installed already, else those asked for."""
-    there = {name for module in ("mmengine", "mmcv", "mmdet", "mmseg") for name in providers(module)}
-    onedl = {name for name in there if name.startswith("onedl-")}
-    own = there - onedl
-    if openmmlab and onedl:
-        raise InstallError(f"the onedl forks are installed. Keep them without --openmmlab, or {_uninstall(onedl)}")
-    if onedl and own:
-        raise InstallError(f"the onedl forks and OpenMMLab's own packages are installed together: {_uninstall(own)}")
-    if compile and own and not packages.has_extension("mmcv"):
-        raise InstallError(
-            f"--compile compiles onedl-mmcv, but OpenMMLab's own packages are installed. Keep them without --compile, "
-            f"or {_uninstall(own)}"
-        )
-    return recipes.OPENMMLAB if openmmlab or own else recipes.ONEDL
+def install(toolkit: str, constraint: Path | None, dry_run: bool) -> None:
+    """Install what a toolkit lacks.
 
-
-def _uninstall(names: set[str]) -> str:
-    return f"`pip uninstall -y {' '.join(sorted(names))}` and run this command again"
-
-
-class Installation:
-    """Installation of toolkits into an environment.
-
-    Args:
-        environment: Installed versions, and versions to install.
-        compile: Compile extensions for which attn_plugins could stand in.
+    Raises:
+        InstallError: torch is missing or too old, other packages provide the same modules, or pip failed.
     """
-
-    def __init__(self, environment: Environment, compile: bool = False):
-        self.environment, self.compile = environment, compile
-
-    def plan(self, toolkit: Toolkit) -> None:
-        """Print what is installed, what will be done, and how long that takes.
-
-        Raises:
-            InstallError: The toolkit's packages do not run under the installed torch.
-        """
-        torch, native = self.environment.versions["torch"], toolkit.native
-        print(f"{toolkit.about}: Python {platform.python_version()}, torch {torch}")
-        print(f"  to install: {', '.join(self._missing(toolkit)) or 'nothing'}; other packages keep their versions")
-        oldest = toolkit.oldest_torch
-        if native:
-            state = self._state(native)
-            print(f"  {native.module}: {state.text.partition(';')[0]}", end="")
-            print("" if state.works else f"; {self._plan(native)}", flush=True)
-            if not state.works and self._stands_in(native):
-                oldest = "2.5"  # the first that loads the stand-in by itself
-        if Version(torch) < Version(oldest):
-            raise InstallError(f"{toolkit.about}: torch >= {oldest} is needed, but {torch} is installed")
-
-    def _plan(self, native: Native) -> str:
-        if self._stands_in(native):
-            return "to install without its compiled operators, for which attn_plugins stands in"
-        target = wheels.Target(native, wheels.compiles_cuda(native))
-        if is_there("numpy") and target.cached(self.environment):
-            return "to install from a cached wheel"
-        low, high = (max(1, round(minutes / wheels.jobs())) for minutes in native.minutes)
-        cuda = ", and several times that with its CUDA operators" if target.cuda else ""
-        return f"to compile against torch {self.environment.versions['torch']}: {low} to {high} minutes{cuda}"
-
-    def _stands_in(self, native: Native) -> bool:
-        return native.optional and not self.compile
-
-    def _missing(self, toolkit: Toolkit) -> list[str]:
-        libraries = [*toolkit.libraries, *(packages.requirements_of(toolkit.extra) if toolkit.extra else [])]
-        wanted = {**dict.fromkeys(libraries), **toolkit.packages}
-        return [text for text, module in wanted.items() if not self.environment.has(text, module)]
-
-    def _state(self, native: Native) -> checks.Result:
-        """Return whether the installed native package can stay, and why."""
-        if not self.environment.has(native.requirement, native.module):
-            return checks.Result(False, "to be replaced" if is_there(native.module) else "not installed")
-        if self.compile and native.optional and not packages.has_extension(native.module):
-            return checks.Result(False, "installed without its compiled operators")
-        return checks.run([native.module])[native.module]
-
-    def install(self, toolkit: Toolkit) -> None:
-        """Install what ``toolkit`` lacks, the slowest part last."""
-        missing = self._missing(toolkit)
-        if libraries := [text for text in missing if text not in toolkit.packages]:
-            self.environment.pip("install", libraries)
-        if without_dependencies := [text for text in missing if text in toolkit.packages]:
-            self.environment.pip("install --no-deps", without_dependencies)
-        if recipes.OPENCV in toolkit.libraries:
-            _need_opencv()  # else the check of mmcv would fail for another reason than its extension
-        if (native := toolkit.native) is None or (state := self._state(native)).works:
-            return
-        if is_there(native.module) and (others := providers(native.module) - {name_of(native.requirement)}):
-            raise InstallError(f"{state.text}. To replace it by {native.requirement}, {_uninstall(others)}")
-        if self._stands_in(native):
-            # pip builds it in an isolated environment, where mmcv finds no torch and leaves out its extension. pip's
-            # cache may hold a wheel of the same version with an extension.
-            command = "install --no-deps --force-reinstall --no-cache-dir --no-binary onedl-mmcv"
-            self.environment.pip(command, [native.requirement], {"PIP_NO_BUILD_ISOLATION": None})
-        else:
-            self._install_wheel(wheels.Target(native, wheels.compiles_cuda(native)))
-        result = checks.run([native.module])[native.module]
+    versions = installed()
+    if "torch" not in versions:
+        raise InstallError("torch is not installed: first run `pip install torch`, with the build for your machine")
+    if Version(versions["torch"]) < Version(oldest := OLDEST_TORCH.get(toolkit, "2.1")):
+        raise InstallError(f"{toolkit}: torch >= {oldest} is needed, but {versions['torch']} is installed")
+    check_line(toolkit)
+    lines = lines_of(toolkit)
+    missing = [line for line in lines if line.name not in NATIVE and not _has(line, versions)]
+    native = [line for line in lines if line.name in NATIVE and not _works(line, versions)]
+    print(f"{toolkit}: to install: {', '.join(line.text for line in (*missing, *native)) or 'nothing'}", flush=True)
+    if dry_run:
+        return
+    pip(constraint, [line.text for line in missing if not line.alone])
+    pip(constraint, [line.text for line in missing if line.alone], "--no-deps")
+    if any(line.name == OPENCV for line in lines):
+        _need_opencv()  # else the check of mmcv would fail for another reason than its extension
+    for line in native:
+        module, options, variables = NATIVE[line.name]
+        if line.name == "fairseq-fixed" and (reason := toolchain.missing_compiler()):
+            raise InstallError(reason)
+        pip(constraint, [line.text], f"--no-deps --force-reinstall {options}", variables)
+        if not (result := checks.run([module])[module]).works and "--no-cache-dir" not in options:
+            # pip's cache knows a wheel by its source alone, and may hold one that was compiled against another torch.
+            pip(constraint, [line.text], f"--no-deps --force-reinstall --no-cache-dir {options}", variables)
+            result = checks.run([module])[module]
         if not result.works:
-            raise InstallError(f"{native.module} was installed but does not run: {result.text}")
+            raise InstallError(f"{module} was installed but does not run: {result.text}")
 
-    def _install_wheel(self, target: wheels.Target) -> None:
-        command, module = "install --no-deps --force-reinstall", target.package.module
-        cached = target.cached(self.environment)
-        self.environment.pip(command, [str(target.build(self.environment))])
-        if cached and not checks.run([module])[module].works:
-            print("  the cached wheel does not run here and is compiled again")
-            cached.unlink()
-            self.environment.pip(command, [str(target.build(self.environment))])
+
+def check_line(toolkit: str) -> None:
+    """Check that the modules of ``mm`` and ``openmmlab`` come from one line of packages.
+
+    Raises:
+        InstallError: Packages of the other line are installed.
+    """
+    if toolkit not in ("mm", "openmmlab"):
+        return
+    there = {name for module in ("mmengine", "mmcv", "mmdet", "mmseg") for name in providers(module)}
+    others = sorted(name for name in there if name.startswith("onedl-") != (toolkit == "mm"))
+    if others:
+        other = "openmmlab" if toolkit == "mm" else "mm"
+        raise InstallError(
+            f"{', '.join(others)} are not packages of {toolkit}. Keep them with `install {other}`, or "
+            f"`pip uninstall -y {' '.join(others)}` and run this command again"
+        )
+
+
+def _has(line: Line, versions: Mapping[str, str]) -> bool:
+    """Return True if a distribution is installed, in any version, since installed packages keep theirs."""
+    if line.text == "setuptools<82":
+        return is_there("pkg_resources")
+    return line.name in versions or (line.name == OPENCV and bool(providers("cv2")))
+
+
+def _works(line: Line, versions: Mapping[str, str]) -> bool:
+    module = NATIVE[line.name][0]
+    return bool(providers(module)) and checks.run([module])[module].works
+
+
+def pip(
+    constraint: Path | None,
+    requirements: Sequence[str],
+    options: str = "",
+    variables: Mapping[str, str | None] | None = None,
+) -> None:
+    """Install requirements by pip, keeping the versions of all other packages.
+
+    Raises:
+        InstallError: pip failed; it has said why.
+    """
+    if not requirements:
+        return
+    changing = {canonicalize_name(Requirement(text).name) for text in requirements}
+    with tempfile.TemporaryDirectory() as folder:
+        kept, build = Path(folder, "kept.txt"), Path(folder, "build.cfg")
+        keep = {n: v for n, v in installed().items() if n not in {*changing, "attn-plugins"} and _is_version(v)}
+        kept.write_text("".join(f"{name}=={version}\n" for name, version in keep.items()))
+        build.write_text(f"[build_ext]\nparallel = {os.cpu_count() or 1}\nuse_ninja =\n")
+        files = ["-c", str(kept), *(["-c", str(constraint)] if constraint else [])]
+        command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", *options.split()]
+        # torch must not load a half-installed attn_plugins here. setuptools compiles fairseq's extensions in parallel;
+        # with ninja, torch would write one build.ninja for all of them.
+        changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1", "DIST_EXTRA_CONFIG": str(build)}
+        environment = {**os.environ, **changes, **(variables or {})}
+        print(f"  pip install {options} {' '.join(requirements)}", flush=True)
+        status = subprocess.run(
+            [*command, *files, *requirements],
+            stdin=subprocess.DEVNULL,
+            env={name: value for name, value in environment.items() if value is not None},
+        ).returncode
+    if status:
+        raise InstallError(f"pip failed with status {status}: its output above says why")
+
+
+def _is_version(text: str) -> bool:
+    try:
+        return bool(Version(text))
+    except InvalidVersion:
+        return False
 
 
 def _need_opencv() -> None:
@@ -196,5 +184,5 @@ def _need_opencv() -> None:
         build = " ".join(sorted(providers("cv2"))) or "opencv-python"
         raise InstallError(
             f"cv2 of {build} does not import ({tried.stderr.strip().splitlines()[-1]}). On a machine without a "
-            f"display: pip uninstall -y {build} && pip install --force-reinstall --no-deps '{recipes.OPENCV}'"
+            f"display: pip uninstall -y {build} && pip install --force-reinstall --no-deps '{OPENCV}>=4.5,<5'"
         )

@@ -170,7 +170,7 @@ def test_videos_without_opencv(tmp_path, monkeypatch):
         (tmp_path / split / "one").mkdir(parents=True)
         (tmp_path / split / "one/0.mp4").touch()
     monkeypatch.setitem(sys.modules, "cv2", None)
-    with pytest.raises(SystemExit, match="not installed: cv2; `python -m attn_plugins install"):
+    with pytest.raises(SystemExit, match="not installed: cv2; pip install"):
         train(tmp_path, tmp_path / "out")
 
 
