@@ -8,7 +8,6 @@ positions: ViT, DeiT, DINOv2 with registers, SigLIP, CLIP and more. The names ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -22,8 +21,9 @@ from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
 from ..modules.tokens.grid_attention import GridAttention, check_grid
 from ..modules.tokens.grid_terms import Grid
+from ..ops.common.axes import unflatten
 from ..terms.nonlocal_position import Outside, Smoothing
-from .vit_places import Places
+from .vit_places import SEVERAL, Places
 
 
 @register_notrace_module
@@ -122,10 +122,10 @@ class ViTAttention(GridAttention):
         if is_causal:
             raise ValueError("is_causal must be False: patches of an image have no order, got True")
         check_sequence("x", x, self.embed_dim, self.qkv)
-        q, k, v = self.qkv(x).unflatten(2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = unflatten(self.qkv(x), 2, [3, self.num_heads, -1]).permute(2, 0, 3, 1, 4).unbind(0)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = ~attn_mask
-        grid, prefix = self._places(x.shape[1])
+        grid, prefix = self._checked_places(x) if self.needs_grid else ((1, x.shape[1]), 0)
         return self.q_norm(q) * self.scale, self.k_norm(k), v, grid, prefix, attn_mask
 
     def token_weights(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
@@ -162,9 +162,9 @@ class ViTAttention(GridAttention):
         q, k, _, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
         return self.term_logits(x, q, k, grid, prefix, mask=mask)
 
-    def attention_size(self, size: Sequence[int]) -> Grid:
-        """Return the grid (H, W) of the model's current input; ``size`` is ignored."""
-        return self._model_places()[0]
+    def map_size(self, x: Tensor) -> Grid:
+        """Return the grid (H, W) of the layer's input ``x``."""
+        return self._checked_places(x)[0]
 
     def attention_maps(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
@@ -183,9 +183,7 @@ class ViTAttention(GridAttention):
         Raises:
             ValueError: See :meth:`forward`, or ``queries`` are outside the grid.
         """
-        (H, W), prefix = self._model_places()
-        check_grid((H, W), prefix, x.shape[1])
-        return _of_patches(self.token_weights(x, attn_mask, is_causal), (H, W), prefix, queries)
+        return _of_patches(self.token_weights(x, attn_mask, is_causal), *self._checked_places(x), queries)
 
     def attention_parts(
         self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, queries: Tensor | None = None
@@ -195,42 +193,40 @@ class ViTAttention(GridAttention):
         Returns:
             As :meth:`attention_maps`, by the names of :meth:`token_logits`; empty for a layer with one term.
         """
-        grid, prefix = self._model_places()
-        check_grid(grid, prefix, x.shape[1])
+        grid, prefix = self._checked_places(x)
         logits = self.token_logits(x, attn_mask, is_causal)
         if len(logits) < 2:
             return {}
         return {name: _of_patches(softmax_over_keys(part), grid, prefix, queries) for name, part in logits.items()}
 
-    def _places(self, T: int) -> tuple[Grid, int]:
-        """Return the grid of T tokens and the number of tokens before it; a line if no term needs positions."""
-        if not self.needs_grid:
-            return (1, T), 0
-        grid, prefix = self._model_places()
-        check_grid(grid, prefix, T)
-        return grid, prefix
-
-    def _model_places(self) -> tuple[Grid, int]:
-        """Return the grid of the model's current input and the number of tokens before it."""
+    def _checked_places(self, x: Tensor) -> tuple[Grid, int]:
+        """Return the grid of the tokens ``x`` and the number of tokens before it."""
         if self.places is None:
             raise ValueError(
                 f"{self.described()} needs the positions of tokens, which a layer of timm's VisionTransformer or "
                 "NaFlexVit gets from its model; this layer is in no such model. Elsewhere use attn_plugins.modules."
                 "SpatialSelfAttention"
             )
-        grid, prefix = self.places.grid, self.places.prefix
+        grid, prefix = self.places.grid(x), self.places.prefix
         if grid is None:
+            raise ValueError(
+                f"{self.described()} needs the positions of tokens, but the grid of x {tuple(x.shape)} is unknown: x "
+                "must be the tensor that the model passed to the layer. Gradient checkpointing that copies its inputs "
+                "needs use_reentrant=False"
+            )
+        if grid == SEVERAL:
             raise ValueError(
                 f"{self.described()} needs one grid for all images of a batch, but patch_coord gives several"
             )
+        check_grid(grid, prefix, x.shape[1])
         return grid, prefix
 
 
 def _of_patches(pairs: Tensor, grid: Grid, prefix: int, queries: Tensor | None) -> Tensor:
     """Select values from patches to patches of (B, M, T, T): (B, M, H, W, H, W), or (B, M, Q, H, W) of ``queries``."""
-    maps = pairs[:, :, prefix:, prefix:].unflatten(3, grid)
+    maps = unflatten(pairs[:, :, prefix:, prefix:], 3, grid)
     if queries is None:
-        return maps.unflatten(2, grid)
+        return unflatten(maps, 2, grid)
     row, column = checked_queries(queries, grid, pairs.device)
     return maps[:, :, row * grid[1] + column]
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from attn_plugins.timm import ViTAttention, vit_attention
 from attn_plugins.timm.vit_attention import LAYERS
+from tests.helpers.small_vits import SMALL, build, layers_of, open_gates, picture
 
 # timm lets us choose the ``attn_layer`` of these families only; others have no such argument.
 FAMILIES = ("vision_transformer", "deit", "naflexvit", "vision_transformer_hybrid", "vitamin")
@@ -23,34 +24,10 @@ OTHER_BLOCKS = {
     "vit_base_patch16_xp_224", "vit_large_patch14_xp_224", "vit_huge_patch14_xp_224",
     "vit_dpwee_patch16_reg1_gap_256", "vit_pwee_patch16_reg1_gap_256",
 }  # fmt: skip
-SMALL = dict(img_size=(48, 64), patch_size=16, embed_dim=32, depth=2, num_heads=2, num_classes=5)
 
 
 def models_of(family: str) -> list[str]:
     return [name for name in timm.list_models() if _registry._model_to_module[name] == family]
-
-
-def build(attn_layer: object = "attn1111", name="vit_tiny_patch16_224", **options) -> nn.Module:
-    torch.manual_seed(0)
-    layer = {} if attn_layer is None else dict(attn_layer=attn_layer)
-    return timm.create_model(name, **{**SMALL, **layer, **options}).eval()
-
-
-def layers_of(model: nn.Module) -> list[ViTAttention]:
-    return [module for module in model.modules() if isinstance(module, ViTAttention)]
-
-
-def open_gates(model: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for layer in layers_of(model):
-            for name, parameter in layer.named_parameters():
-                if name.split(".")[0] not in ("qkv", "proj", "norm", "q_norm", "k_norm"):
-                    nn.init.normal_(parameter, std=0.5)
-    return model
-
-
-def picture(H=48, W=64, B=2) -> Tensor:
-    return torch.randn(B, 3, H, W, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -138,19 +115,6 @@ def test_gradient_checkpointing_and_gradients():
     model(picture()).square().sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
-
-
-def test_gradient_checkpointing_of_several_sizes():
-    """A block is repeated with the grid of its own tokens: here a grid, the same turned, and one of more tokens."""
-    model = open_gates(build("attn_bilateral", dynamic_img_size=True)).train()
-    gradients = []
-    for checkpointing in (False, True):
-        model.set_grad_checkpointing(checkpointing)
-        model.zero_grad()
-        outputs = [model(picture(*size)) for size in ((48, 64), (64, 48), (64, 64))]
-        sum(output.square().sum() for output in outputs).backward()
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "attn_vit_tiny_patch16_224"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import reference
+from ...ops.common.axes import unflatten
 
 
 @dataclass
@@ -33,8 +34,11 @@ class Captured:
     @property
     def size(self) -> tuple[int, int]:
         """Size (Hq, Wq) of the map of queries."""
-        axes = getattr(self.layer, "map_axes", slice(2, None))
-        return self.layer.attention_size(self.arguments[0].shape[axes])
+        x = self.arguments[0]
+        if callable(getattr(self.layer, "map_size", None)):  # tokens, whose shape is not that of a map
+            size: tuple[int, int] = self.layer.map_size(x)
+            return size
+        return self.layer.attention_size(x.shape[getattr(self.layer, "map_axes", slice(2, None))])
 
     @torch.no_grad()
     def maps(self, queries: Tensor | None = None) -> Tensor:
@@ -140,4 +144,4 @@ def softmax_over_keys(logits: Tensor) -> Tensor:
     """Apply softmax over the keys: the last axis of sequences, (B, M, T, S), else the last two axes."""
     if logits.dim() == 4:
         return reference.masked_softmax(logits)
-    return reference.masked_softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])
+    return unflatten(reference.masked_softmax(logits.flatten(-2)), -1, logits.shape[-2:])
