@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import string
 import sys
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,11 @@ Captions = dict[ImageId, list[Words]]
 SPLITS = {"train": ("train", "restval"), "valid": ("val",), "val": ("val",), "test": ("test",)}
 
 logger = logging.getLogger(__name__)
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# As in Karpathy's files, words lose ASCII punctuation, "a man's" -> "a mans"; other punctuation separates words.
+_OTHERS = [chr(i) for i in range(0x80, 0x10000) if unicodedata.category(chr(i))[0] == "P"]
+_PUNCTUATION = str.maketrans(dict.fromkeys(_OTHERS, " ") | dict.fromkeys(string.punctuation + "\u2018\u2019", ""))
+# Ideographs and kana, whose scripts do not separate words.
+_CHARACTER = re.compile("[\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
 class Problems:
@@ -52,23 +58,36 @@ class Problems:
             logger.warning("skipped: %d so far; more are only counted", self.number)
 
 
-def words_of(caption: str) -> Words:
-    """Split a caption into the tokens of Karpathy's files: lower case, no punctuation, split at white space."""
+def words_of(caption: str | Sequence[str]) -> Words:
+    """Split a caption into lower-case words without punctuation, at white space, as in Karpathy's files.
+
+    Every Chinese or Japanese character of a text is a word of its own; tokens that are given are not split.
+    """
+    text = _CHARACTER.sub(r" \g<0> ", caption) if isinstance(caption, str) else " ".join(caption)
     # Interning keeps one object per distinct word: COCO has seven million words.
-    return [sys.intern(word) for word in caption.lower().translate(_NO_PUNCTUATION).split()]
+    return [sys.intern(word) for word in text.lower().translate(_PUNCTUATION).split()]
 
 
-def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> dict[str, Captions]:
+def has_characters(caption: str) -> bool:
+    """Return whether :func:`words_of` splits words of the caption into Chinese or Japanese characters."""
+    return _CHARACTER.search(caption) is not None
+
+
+def read_splits(
+    captions: Sequence[Path], splits: Path, problems: Problems, bare: Collection[str] = ()
+) -> dict[str, Captions]:
     """Return the tokenised captions of every image, grouped by split.
 
     Images have the ids of the caption files, because the metrics use these ids.
 
     Args:
-        captions: Files in COCO format, ``{"images": [{"id"}], "annotations": [{"id", "image_id", "caption"}]}``.
-            If empty, the captions are the ``sentences`` (``raw``) of ``splits``.
+        captions: Files in COCO format, ``{"images": [{"id"}], "annotations": [{"id", "image_id", "caption"}]}``;
+            ``annotations`` may be missing. If there is no file, the captions are the ``sentences`` (``raw``, else
+            ``tokens``) of ``splits``.
         splits: ``{"images": [{"cocoid" or "imgid", "split", "sentences"}]}``; ``sentences`` is optional if
             ``captions`` are given.
         problems: Called with a message for every invalid sample.
+        bare: Splits whose images may have no captions.
 
     Raises:
         ValueError: A file has another format, or ``problems`` raised an error for an invalid sample.
@@ -87,21 +106,21 @@ def read_splits(captions: Sequence[Path], splits: Path, problems: Problems) -> d
         seen[str(image_id)] = entry["split"]
         if texts is None:
             own = _sentences(splits, image_id, entry)
-        elif str(image_id) in texts:
-            image_id, own = texts[str(image_id)]
+        elif str(image_id) in texts or entry["split"] in bare:
+            image_id, own = texts.get(str(image_id), (image_id, []))
         else:
             problems(f"{splits}: image {image_id} is not in {where}")
             continue
-        if not own:
+        if not own and entry["split"] not in bare:
             problems(f"{splits}: image {image_id} has no captions in {where}")
             continue
         words = []
         for name, text in own:
-            if not isinstance(text, str) or not (caption := words_of(text)):
+            if not isinstance(text, (str, tuple)) or not (caption := words_of(text)):
                 problems(f"{where}: {name} of image {image_id} is empty, got {text!r}")
             else:
                 words.append(caption)
-        if words:
+        if words or not own:
             by_split.setdefault(str(entry["split"]), {})[image_id] = words
     return by_split
 
@@ -115,7 +134,7 @@ def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[
         raise ValueError(
             f"{path}: image {image_id} must have a list of sentences with raw or tokens, got {sentences!r:.120}"
         )
-    texts = [s["raw"] if "raw" in s else " ".join(map(str, s["tokens"])) for s in sentences]
+    texts = [s["raw"] if "raw" in s else tuple(map(str, s["tokens"])) for s in sentences]
     return [(f"caption {i + 1}", text) for i, text in enumerate(texts)]
 
 
@@ -127,7 +146,7 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
             image_id = image_id_of(path, image, "id")
             images.setdefault(str(image_id), (image_id, []))
     for path in paths:
-        for annotation in read_items(path, "annotations"):
+        for annotation in read_items(path, "annotations", needed=False):
             name = f"caption {annotation.get('id')}"
             if "image_id" not in annotation or "caption" not in annotation:
                 raise ValueError(f"{path}: {name} must have image_id and caption, got {', '.join(annotation)}")
@@ -177,14 +196,18 @@ def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], numbe
     return sorted(counts, key=lambda word: (-counts[word], vocabulary[word], word))[:number]
 
 
-def read_items(path: Path, where: str | None, **keys: type | tuple[type, ...]) -> list[dict[str, Any]]:
+def read_items(
+    path: Path, where: str | None, needed: bool = True, **keys: type | tuple[type, ...]
+) -> list[dict[str, Any]]:
     """Return the list ``where`` of a JSON object, or for None the list in the file; its items have these ``keys``.
+
+    Without ``needed``, a missing list is empty.
 
     Raises:
         ValueError: The file cannot be read or has another format.
     """
     content = _read_json(path, list if where is None else dict)
-    rows, name = content if where is None else content.get(where), where or "results"
+    rows, name = content if where is None else content.get(where, None if needed else []), where or "results"
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         there = f"; it has {', '.join(content) or 'nothing'}" if where else ""
         raise ValueError(f"{path} must have a list of {name}{there}")

@@ -13,6 +13,7 @@ Vedantam et al., CIDEr, 2015, Eq. 1-3 and section 5.2 (the "-D"); Papineni et al
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import zipfile
 from collections import Counter
@@ -24,6 +25,7 @@ import numpy as np
 
 from . import files
 
+logger = logging.getLogger(__name__)
 References = Mapping[Hashable, Sequence[str]]
 SIGMA = 6.0  # standard deviation, in words, of the Gaussian over length differences
 ORDERS = 4  # n-grams of 1 to 4 words
@@ -138,8 +140,19 @@ class DocumentFrequencies:
             except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
                 pass  # a broken file: count again and replace it
         frequencies = cls.of(references)
-        frequencies._write(path)
+        try:
+            frequencies._write(path)
+        except OSError as error:  # such as a read-only folder
+            logger.warning("n-gram frequencies are counted at every start: %s cannot be written (%s)", path, error)
         return frequencies
+
+    @property
+    def undefined(self) -> str:
+        """Why CIDEr-D is undefined, or an empty text: with weights that are all log 1 = 0, every score is 0."""
+        if any((counts < self.images).any() for counts in self._counts):
+            return ""
+        which = "there is only one image" if self.images == 1 else f"all {self.images} images have the same n-grams"
+        return f"{which}, so that the weights of all n-grams are 0"
 
     @classmethod
     def _read(cls, path: Path) -> DocumentFrequencies:
@@ -183,7 +196,8 @@ class CiderD:
         end: Word appended to every sentence; given ``frequencies`` must have been counted with it.
 
     Raises:
-        ValueError: There is no image, or an image has no references.
+        ValueError: There is no image, an image has no references, or the score is undefined, because every n-gram
+            occurs in the references of all images.
     """
 
     def __init__(
@@ -201,6 +215,8 @@ class CiderD:
             frequencies = (
                 DocumentFrequencies.of(ended) if cache_dir is None else DocumentFrequencies.cached(ended, cache_dir)
             )
+        if frequencies.undefined:
+            raise ValueError(f"CIDEr-D is undefined: {frequencies.undefined}")
         self.frequencies = frequencies
 
     def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:

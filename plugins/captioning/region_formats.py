@@ -1,73 +1,256 @@
-"""File formats of :mod:`attn_plugins.captioning.region_features`: reading and writing npz, HDF5 and LMDB.
+"""File formats of :mod:`attn_plugins.captioning.region_features`: npz, and two that are only read.
 
-Every error names the file.
+A reader has ``image_ids``, ``feature_dim``, ``recipe`` (JSON text or None), ``forkable`` (whether a forked process may
+use it), ``count`` and ``read``. Every error names the file.
 """
 
 from __future__ import annotations
 
-import functools
+import base64
 import importlib
-import io
+import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.lib import format as npy
 
+from .caption_files import ImageId
+
 ARRAYS = ("image_ids", "offsets", "features", "boxes", "scores")
-PACKAGES = {".npz": None, ".h5": "h5py", ".hdf5": "h5py", ".lmdb": "lmdb"}
 RECIPE = "recipe"
-BLOCK = 1 << 24  # bytes of an LMDB transaction
+COLUMNS = ("image_id", "image_w", "image_h", "num_boxes", "boxes", "features")
+HEAD = 256  # bytes that hold the first four columns of a row
 
 
-def open_arrays(path: Path) -> dict[str, Any]:
-    """Return the arrays of the file, the large ones not loaded, and the text of its ``recipe`` or None.
+def reader_of(path: Path) -> Any:
+    """Return the class that reads files with the suffix of ``path``.
 
-    For LMDB, the ``environment`` replaces boxes and scores.
+    Raises:
+        ModuleNotFoundError: The format needs a package that is not installed.
+        ValueError: The suffix is unknown.
     """
-    return {".npz": _open_npz, ".lmdb": _open_lmdb}.get(path.suffix, _open_hdf5)(path)
+    readers = {".npz": NpzRegions, ".tsv": TsvRegions, ".hdf5": Hdf5Regions, ".h5": Hdf5Regions}
+    if path.suffix not in readers:
+        raise ValueError(f"region features {path}: the suffix must be one of {', '.join(readers)}")
+    if readers[path.suffix] is Hdf5Regions:
+        try:
+            importlib.import_module("h5py")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"region features {path}: a {path.suffix} file needs the package h5py") from error
+    return readers[path.suffix]
 
 
-def save_arrays(
-    path: Path, ids: np.ndarray, offsets: np.ndarray, regions: dict[str, list[np.ndarray]], recipe: str | None = None
-) -> None:
-    """Write all five arrays and the recipe; the output is deterministic.
+class NpzRegions:
+    """Uncompressed members ``ARRAYS`` of ``numpy.savez``, mapped into memory."""
 
-    ``regions`` are features, boxes and scores by image, such as views of mapped files, which are written one by one.
+    forkable = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+                members = {Path(info.filename).stem: info for info in archive.infolist()}
+                _check_names(path, members)
+                arrays = {name: _mapped(path, file, members[name]) for name in ARRAYS}
+                self.recipe = None
+                if RECIPE in members:
+                    with archive.open(members[RECIPE]) as member:
+                        self.recipe = str(npy.read_array(member, allow_pickle=False))
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"{path} is not an npz file or is truncated: {error}") from error
+        ids = np.array(arrays.pop("image_ids")).tolist()
+        self.image_ids: list[ImageId] = [x.decode() if isinstance(x, bytes) else x for x in ids]
+        self._offsets, self._arrays = np.array(arrays.pop("offsets")), arrays
+        self._check()
+        self._index = {str(x): i for i, x in enumerate(self.image_ids)}
+        self.feature_dim = arrays["features"].shape[1]
+
+    def _check(self) -> None:
+        N, offsets, features = len(self.image_ids), self._offsets, self._arrays["features"]
+        if offsets.shape != (N + 1,) or offsets.dtype.kind not in "iu":
+            raise ValueError(
+                f"{self.path}: offsets must be {N + 1} integers, one more than images, got shape {offsets.shape} of "
+                f"{offsets.dtype}"
+            )
+        falls = np.flatnonzero(np.diff(offsets.astype(np.int64)) < 0)
+        if offsets[0] != 0 or falls.size:
+            where = f"they decrease after image {self.image_ids[falls[0]]}" if falls.size else f"got {offsets[0]} first"
+            raise ValueError(f"{self.path}: offsets must start at 0 and increase; {where}")
+        if features.ndim != 2 or features.dtype not in (np.float16, np.float32):
+            raise ValueError(
+                f"{self.path}: features must be (regions, channels) in float16 or float32, got {features.shape} "
+                f"{features.dtype}"
+            )
+        rows = int(offsets[-1])
+        for name, shape in (("features", (rows, features.shape[1])), ("boxes", (rows, 4)), ("scores", (rows,))):
+            if self._arrays[name].shape != shape:
+                raise ValueError(f"{self.path}: {name} must have shape {shape}, got {self._arrays[name].shape}")
+
+    def count(self, image_id: str) -> int | None:
+        """Return the number of regions of an image, or None if it is not in the file."""
+        i = self._index.get(image_id)
+        return None if i is None else int(self._offsets[i + 1] - self._offsets[i])
+
+    def read(self, image_id: str) -> dict[str, np.ndarray]:
+        """Return copies of the arrays of an image."""
+        i = self._index[image_id]
+        first, last = self._offsets[i : i + 2]
+        return {name: np.array(array[first:last]) for name, array in self._arrays.items()}
+
+
+class TsvRegions:
+    """Rows of bottom-up-attention (Anderson et al. 2018), ``COLUMNS``, where the last two are float32 in base64.
+
+    The index is built by skipping from row to row, which the number of boxes allows, and is kept when pickled.
     """
-    save = {".npz": _save_npz, ".lmdb": _save_lmdb}.get(path.suffix, _save_hdf5)
-    save(path, {"image_ids": [ids], "offsets": [offsets], **regions}, recipe)
+
+    forkable = True
+    recipe = None
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.image_ids: list[ImageId] = []
+        self.feature_dim = 0
+        # Where the boxes of each image start, its width and height, and its number of boxes.
+        self._rows: dict[str, tuple[int, float, float, int]] = {}
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty")
+        at = len(self._map.readline()) if self._map[:HEAD].startswith(COLUMNS[0].encode()) else 0
+        while at < len(self._map):
+            at = self._index_row(at)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_map"}
+
+    @cached_property
+    def _map(self) -> mmap.mmap:
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _index_row(self, at: int) -> int:
+        """Add the row at byte ``at`` to the index; return where the next one starts."""
+        number = len(self.image_ids) + 1
+        head = self._map[at : at + HEAD].split(b"\t", 4)
+        try:
+            image_id, n = head[0].decode(), int(head[3])
+            width, height = float(head[1]), float(head[2])
+            if n < 0 or not (width > 0 and height > 0):
+                raise ValueError
+        except (IndexError, ValueError):
+            columns = ", ".join(COLUMNS)
+            raise ValueError(f"{self.path}: row {number} must have {columns}, separated by tabs") from None
+        boxes = at + sum(len(field) + 1 for field in head[:4])
+        features = boxes + _encoded(16 * n) + 1
+        if not self.feature_dim and n:
+            end = self._map.find(b"\n", features)
+            field = self._map[features : len(self._map) if end < 0 else end].rstrip(b"\r")
+            self.feature_dim = (len(field) // 4 * 3 - field.count(b"=")) // (4 * n)
+        end = features + _encoded(4 * n * self.feature_dim)
+        if end > len(self._map) or (n and not self.feature_dim):
+            raise ValueError(f"{self.path} is truncated in row {number}, image {image_id}")
+        tab, after = self._map[features - 1 : features], self._map[end : end + 2]
+        if tab != b"\t" or after.lstrip(b"\r")[:1] not in (b"", b"\n"):
+            raise ValueError(
+                f"{self.path}: row {number}, image {image_id}, must have {n} boxes and {n} x {self.feature_dim} "
+                "features, float32 in base64; or it is truncated"
+            )
+        self.image_ids.append(int(image_id) if image_id.isdecimal() and str(int(image_id)) == image_id else image_id)
+        self._rows[image_id] = boxes, width, height, n
+        return end + 2 if after[:1] == b"\r" else end + 1
+
+    def count(self, image_id: str) -> int | None:
+        """Return the number of regions of an image, or None if it is not in the file."""
+        row = self._rows.get(image_id)
+        return None if row is None else row[3]
+
+    def read(self, image_id: str) -> dict[str, np.ndarray]:
+        """Return features and boxes of an image, which has no scores."""
+        at, width, height, n = self._rows[image_id]
+        arrays = {}
+        for name, columns in (("boxes", 4), ("features", self.feature_dim)):
+            end = at + _encoded(4 * n * columns)
+            decoded = base64.b64decode(self._map[at:end], validate=True)
+            arrays[name] = np.frombuffer(decoded, "<f4").reshape(n, columns).copy()
+            at = end + 1
+        arrays["boxes"] /= np.array([width, height, width, height], np.float32)
+        return arrays
 
 
-def package_of(path: Path) -> Any:
-    """Import and return the package that the format of ``path`` needs, or return None."""
-    if path.suffix not in PACKAGES:
-        raise ValueError(f"region features {path}: the suffix must be one of {', '.join(PACKAGES)}")
-    name = PACKAGES[path.suffix]
-    try:
-        return None if name is None else importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"region features {path}: a {path.suffix} file needs the package {name}") from error
+class Hdf5Regions:
+    """HDF5 file of Meshed-Memory Transformer (Cornia et al. 2020).
+
+    ``{image id}_features`` is (n, D). Optional: ``{image id}_boxes`` (n, 4) in pixels, and ``{image id}_cls_prob``
+    (n, classes), whose maximum is the score.
+    """
+
+    forkable = False
+    recipe = None
+    SUFFIX = "_features"
+
+    def __init__(self, path: Path) -> None:
+        import h5py
+
+        self.path = path
+        self._counts: dict[str, int | None] = {}
+        try:
+            self._file = h5py.File(path, "r")
+        except OSError as error:
+            raise ValueError(f"{path} is not an HDF5 file or is truncated: {error}") from error
+
+    @cached_property
+    def image_ids(self) -> list[ImageId]:
+        """All image ids, which takes seconds for a large file."""
+        names = [name.removesuffix(self.SUFFIX) for name in self._file if name.endswith(self.SUFFIX)]
+        if not names:
+            found = ", ".join(sorted(self._file)[:5]) or "nothing"
+            raise ValueError(f"{self.path} must have a dataset IMAGE_features for each image; it has {found}")
+        return [int(name) if name.isdecimal() else name for name in names]
+
+    @cached_property
+    def feature_dim(self) -> int:
+        """Number of channels D."""
+        return self._features(str(self.image_ids[0])).shape[1]
+
+    def _features(self, image_id: str) -> Any:
+        dataset = self._file[image_id + self.SUFFIX]
+        if dataset.ndim != 2:
+            raise ValueError(f"{self.path}: {dataset.name[1:]} must have shape (n, D), got {dataset.shape}")
+        return dataset
+
+    def count(self, image_id: str) -> int | None:
+        """Return the number of regions of an image, or None if it is not in the file."""
+        if image_id not in self._counts:  # opening a data set takes 50 µs
+            there = image_id + self.SUFFIX in self._file
+            self._counts[image_id] = len(self._features(image_id)) if there else None
+        return self._counts[image_id]
+
+    def read(self, image_id: str) -> dict[str, np.ndarray]:
+        """Return features, and scores and ``pixel_boxes`` if the file has them."""
+        features = self._features(image_id)[()]
+        arrays = {"features": features if features.dtype == np.float16 else features.astype(np.float32, copy=False)}
+        if f"{image_id}_cls_prob" in self._file:
+            arrays["scores"] = self._file[f"{image_id}_cls_prob"][()].max(1).astype(np.float32)
+        if f"{image_id}_boxes" in self._file:  # the file does not have the sizes of the pictures
+            arrays["pixel_boxes"] = self._file[f"{image_id}_boxes"][()].astype(np.float32)
+        return arrays
 
 
-def _open_npz(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
-            members = {Path(info.filename).stem: info for info in archive.infolist()}
-            _check_names(path, members)
-            arrays: dict[str, Any] = {name: _mapped(path, file, members[name]) for name in ARRAYS}
-            recipe = None
-            if RECIPE in members:
-                with archive.open(members[RECIPE]) as member:
-                    recipe = str(npy.read_array(member, allow_pickle=False))
-    except zipfile.BadZipFile as error:
-        raise ValueError(f"{path} is not an npz file or is truncated: {error}") from error
-    arrays.update(image_ids=np.array(arrays["image_ids"]), offsets=np.array(arrays["offsets"]), recipe=recipe)
-    return arrays
+def _encoded(size: int) -> int:
+    """Return the length in base64 of ``size`` bytes."""
+    return (size + 2) // 3 * 4
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    names = set(names)
+    missing = [name for name in ARRAYS if name not in names]
+    if missing:
+        raise ValueError(f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(names)) or 'nothing'}")
 
 
 def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
@@ -89,12 +272,19 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
     return np.memmap(path, dtype, "r", start, shape, "F" if fortran else "C")
 
 
-def _save_npz(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
+def save_npz(
+    path: Path, ids: np.ndarray, offsets: np.ndarray, regions: dict[str, list[np.ndarray]], recipe: str | None = None
+) -> None:
+    """Write all five arrays and the recipe; the output is deterministic.
+
+    ``regions`` are features, boxes and scores by image, such as views of mapped files, which are written one by one.
+    """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, pieces in arrays.items():
+        for name, pieces in {"image_ids": [ids], "offsets": [offsets], **regions}.items():
             with archive.open(_member(name), "w", force_zip64=True) as member:
+                shape = sum(map(len, pieces)), *pieces[0].shape[1:]
                 descr = npy.dtype_to_descr(pieces[0].dtype)
-                npy.write_array_header_1_0(member, dict(descr=descr, fortran_order=False, shape=_shape(pieces)))
+                npy.write_array_header_1_0(member, dict(descr=descr, fortran_order=False, shape=shape))
                 for piece in pieces:
                     member.write(piece.tobytes())
         if recipe is not None:
@@ -105,90 +295,3 @@ def _save_npz(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | Non
 def _member(name: str) -> zipfile.ZipInfo:
     """Return a member entry with a fixed time stamp."""
     return zipfile.ZipInfo(f"{name}.npy")
-
-
-def _shape(pieces: list[np.ndarray]) -> tuple[int, ...]:
-    return sum(map(len, pieces)), *pieces[0].shape[1:]
-
-
-def _open_hdf5(path: Path) -> dict[str, Any]:
-    try:
-        file = package_of(path).File(path, "r")
-        _check_names(path, file)
-        arrays: dict[str, Any] = {name: file[name] for name in ARRAYS}
-        ids, offsets = arrays["image_ids"][:], arrays["offsets"][:]
-        recipe = file[RECIPE].asstr()[()] if RECIPE in file else None
-    except OSError as error:
-        raise ValueError(f"{path} is not an HDF5 file or is truncated: {error}") from error
-    return {**arrays, "image_ids": ids, "offsets": offsets, "recipe": recipe}
-
-
-def _save_hdf5(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
-    with package_of(path).File(path, "w") as file:
-        for name, pieces in arrays.items():
-            dataset, start = file.create_dataset(name, _shape(pieces), pieces[0].dtype), 0
-            for piece in pieces:
-                dataset[start : start + len(piece)] = piece
-                start += len(piece)
-        if recipe is not None:
-            file.create_dataset(RECIPE, data=recipe)
-
-
-def _open_lmdb(path: Path) -> dict[str, Any]:
-    lmdb = package_of(path)
-    try:
-        environment = _environment(path.resolve(), path.stat().st_ino, path.stat().st_mtime_ns)
-        with environment.begin() as transaction:
-            records = {name: transaction.get(f"__{name}__".encode()) for name in ARRAYS[:3]}
-            recipe = transaction.get(f"__{RECIPE}__".encode())
-    except lmdb.Error as error:
-        raise ValueError(f"{path} is not an LMDB file or is truncated: {error}") from error
-    _check_names(path, [name for name, record in records.items() if record is not None], ARRAYS[:3])
-    arrays = {name: np.load(io.BytesIO(record), allow_pickle=False) for name, record in records.items()}
-    return {**arrays, "environment": environment, "recipe": None if recipe is None else recipe.decode()}
-
-
-@functools.cache
-def _environment(path: Path, *_: int) -> Any:
-    """Open one environment per file and process. Read-only and without locks, it also works in forked processes."""
-    environment = package_of(path).open(
-        str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False
-    )
-    pages, page, size = environment.info()["last_pgno"] + 1, environment.stat()["psize"], path.stat().st_size
-    if pages * page > size:  # reading a missing page would kill the process
-        environment.close()
-        raise ValueError(f"{path} is truncated: {size} bytes of {pages * page}")
-    return environment
-
-
-def _save_lmdb(path: Path, arrays: dict[str, list[np.ndarray]], recipe: str | None) -> None:
-    [ids] = arrays["image_ids"]
-    # An upper bound for the map: the data, one page per record, and the pages of the tree.
-    size = 2 * sum(piece.nbytes for pieces in arrays.values() for piece in pieces) + 16384 * (len(ids) + 64)
-    size += 4 * len(recipe or "")
-    environment = package_of(path).open(str(path), subdir=False, map_size=size, lock=False, sync=False)
-    transaction, kept = environment.begin(write=True), 0
-    for image_id, *record in zip(ids.tolist(), arrays["boxes"], arrays["scores"], arrays["features"]):
-        value = b"".join(piece.tobytes() for piece in record)
-        if value:
-            transaction.put(image_id if isinstance(image_id, bytes) else str(image_id).encode(), value)
-        kept += len(value)
-        if kept > BLOCK:  # uncommitted data stays in memory
-            transaction.commit()
-            transaction, kept = environment.begin(write=True), 0
-    for name in ARRAYS[:3]:
-        buffer = io.BytesIO()
-        np.save(buffer, arrays[name][0][:0] if name == "features" else arrays[name][0])
-        transaction.put(f"__{name}__".encode(), buffer.getvalue())
-    if recipe is not None:
-        transaction.put(f"__{RECIPE}__".encode(), recipe.encode())
-    transaction.commit()
-    environment.sync(True)
-    environment.close()
-
-
-def _check_names(path: Path, names: Iterable[str], wanted: Sequence[str] = ARRAYS) -> None:
-    names = set(names)
-    missing = [name for name in wanted if name not in names]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; it has {', '.join(sorted(names)) or 'nothing'}")

@@ -17,7 +17,7 @@ import numpy as np
 
 from .caption_files import ImageId
 from .files import complete_lines
-from .region_formats import save_arrays
+from .region_formats import save_npz
 
 INDEX = "images.jsonl"
 
@@ -118,7 +118,7 @@ class RegionParts:
         for name, dtype, shape in (("features", own, (D,)), ("boxes", np.float32, (4,)), ("scores", np.float32, ())):
             mapped = [_mapped(folder / name, np.dtype(dtype), (x.offsets[-1], *shape)) for folder, x in self._parts]
             regions[name] = [mapped[p][own_rows] for (p, _), own_rows in zip(self._places, rows)]
-        save_arrays(
+        save_npz(
             path,
             np.array([str(x).encode() for x in ids]) if text else np.array(ids, np.int64),
             np.cumsum([0, *map(len, regions["scores"])], dtype=np.int64),

@@ -1,9 +1,10 @@
 """Task ``captioning``: region features and attributes of images, with captions in COCO format.
 
 The data folder holds ``splits.json`` (in Karpathy's format), ``captions.json`` (COCO format; by default the captions of
-``splits.json``), ``regions.npz`` (or ``.h5``, ``.hdf5``, ``.lmdb``) and ``attributes.json``; each has an option for
-another path. A model may do without regions or without attributes. The first process writes a missing ``dict.txt``
-atomically: the words that occur at least ``--min-word-count`` times in the training captions. Delete it to rebuild it.
+``splits.json``), ``regions.npz`` (or ``.tsv``, ``.hdf5``) and ``attributes.json``; each has an option for another path.
+A model may do without regions or without attributes. Images of the split ``test`` may have no captions: they can be
+captioned, not scored. The first process writes a missing ``dict.txt`` atomically: the words that occur at least
+``--min-word-count`` times in the training captions. Delete it to rebuild it.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: not as X | None
@@ -18,6 +19,7 @@ from typing import Any, Optional
 
 from fairseq.data import Dictionary
 from fairseq.dataclass import FairseqDataclass
+from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask, register_task
 from omegaconf import MISSING
 
@@ -61,7 +63,11 @@ class CaptioningConfig(FairseqDataclass):
         },
     )
     regions: Optional[str] = field(
-        default=None, metadata={"help": "region features of all images (DATA/regions.npz, .h5, .hdf5 or .lmdb)"}
+        default=None,
+        metadata={
+            "help": "region features of all images: DATA/regions.npz, .tsv (bottom-up-attention) or .hdf5 "
+            "(Meshed-Memory Transformer)"
+        },
     )
     attributes: Optional[str] = field(
         default=None,
@@ -115,7 +121,7 @@ class CaptioningTask(FairseqTask):
         self.problems = Problems(cfg.skip_invalid_samples)
         if cfg.oracle_attributes and cfg.attributes is not None:
             raise ValueError(f"--oracle-attributes replaces --attributes: give one of them, got {cfg.attributes}")
-        regions = self._path("regions", "regions.npz", "regions.h5", "regions.hdf5", "regions.lmdb")
+        regions = self._path("regions", "regions.npz", "regions.tsv", "regions.hdf5", "regions.h5")
         self.regions = None if regions is None else RegionFeatures(regions)
         self.attributes_file = None if cfg.oracle_attributes else self._path("attributes", "attributes.json")
         self.has_attributes = cfg.oracle_attributes or self.attributes_file is not None
@@ -157,7 +163,7 @@ class CaptioningTask(FairseqTask):
         for path in captions:
             if not path.is_file():
                 raise FileNotFoundError(f"--captions: {path} does not exist")
-        return read_splits(captions, splits, self.problems)
+        return read_splits(captions, splits, self.problems, SPLITS["test"])
 
     def captions_of(self, split: str) -> Captions:
         """Return the captions of every image of ``train`` (with Karpathy's ``restval``), ``valid`` or ``test``.
@@ -202,8 +208,16 @@ class CaptioningTask(FairseqTask):
             dictionary.finalize(self.cfg.min_word_count, padding_factor=1)
             if len(dictionary) == dictionary.nspecial:
                 raise ValueError(f"--min-word-count {self.cfg.min_word_count}: no word occurs that often")
-            files.write(path, lambda partial: dictionary.save(str(partial)))
-        dictionary = Dictionary.load(str(path))
+            try:
+                files.write(path, lambda partial: dictionary.save(str(partial)))
+            except OSError as error:  # such as a read-only folder
+                logger.warning(
+                    "words are counted at every start: %s cannot be written (%s); --dictionary takes another path",
+                    path,
+                    error,
+                )
+        if path.is_file():
+            dictionary = Dictionary.load(str(path))
         logger.info("%s: %d words", path, len(dictionary) - dictionary.nspecial)
         return dictionary
 
@@ -229,6 +243,8 @@ class CaptioningTask(FairseqTask):
         )
         self.datasets[split] = dataset
         logger.info("%s: %d images, %d samples", split, len(images), len(dataset))
+        if bare := sum(not image.captions for image in images):
+            logger.info("%s: %d images have no captions: they can only be captioned", split, bare)
         if self.problems.number:
             logger.warning("%d bad samples skipped so far, in all files", self.problems.number)
 
@@ -236,6 +252,8 @@ class CaptioningTask(FairseqTask):
         """Warn when many words are unknown, which suggests a dictionary made from other captions."""
         words = Counter(word for own in captions.values() for caption in own for word in caption)
         known = sum(n for word, n in words.items() if self.dictionary.index(word) >= self.dictionary.nspecial)
+        if not words:
+            return
         share = 1 - known / words.total()
         logger.info("%s: %.1f %% of the words are not in the dictionary", split, 100 * share)
         if share > MANY_UNKNOWN:
@@ -351,12 +369,27 @@ class CaptioningTask(FairseqTask):
         self, generator: Any, models: Any, sample: dict[str, Any], prefix_tokens: Any = None, constraints: Any = None
     ) -> Any:
         """Generate captions, and keep the best ones for ``--results-json``."""
+        if isinstance(generator, SequenceScorer):
+            self._check_captions(sample)
         generated = super().inference_step(generator, models, sample, prefix_tokens, constraints)
         if self._results is not None:
             for image_id, hypotheses in zip(sample["image_ids"], generated):
                 caption = self.dictionary.string(hypotheses[0]["tokens"].int().cpu())
                 self._results[image_id] = caption
         return generated
+
+    def valid_step(self, sample: dict[str, Any], model: Any, criterion: Any) -> Any:
+        """Compute the loss of a batch.
+
+        Raises:
+            ValueError: The images have no captions.
+        """
+        self._check_captions(sample)
+        return super().valid_step(sample, model, criterion)
+
+    def _check_captions(self, sample: dict[str, Any]) -> None:
+        if sample["target"] is None:
+            raise ValueError(f"images such as {sample['image_ids'][0]} have no captions: they can only be captioned")
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return fairseq's iterator; with ``--results-json``, it writes the file after a complete pass."""

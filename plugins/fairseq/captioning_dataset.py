@@ -27,7 +27,7 @@ class CaptionedImage:
 
     Attributes:
         image_id: Id in the caption files.
-        captions: Word numbers of each caption, without the end.
+        captions: Word numbers of each caption, without the end; none of an image that is to be captioned.
         references: Text of each caption, including words that are not in the dictionary.
         attributes: Word numbers of the attributes.
         regions: Number of regions.
@@ -87,9 +87,11 @@ class CaptioningDataset(FairseqDataset):
         self.image_ids = [image.image_id for image in images]
         self.references = [image.references for image in images]
         end = [dictionary.eos()]
-        self.captions = Ragged(caption + end for image in images for caption in image.captions)
+        own = [image.captions or [[]] for image in images]
+        self.described = all(image.captions for image in images)
+        self.captions = Ragged(caption + end for captions in own for caption in captions)
         self.attributes = Ragged(image.attributes for image in images)
-        counts = [len(image.captions) for image in images]
+        counts = [len(captions) for captions in own]
         self.image_of = np.repeat(np.arange(len(images)), counts)
         firsts = np.cumsum([0, *counts[:-1]])[: len(images)]
         self.samples = np.arange(len(self.image_of)) if training and not one_caption else firsts
@@ -133,7 +135,8 @@ class CaptioningDataset(FairseqDataset):
             ``net_input``: ``src_tokens`` (B, Ss) attributes and ``src_lengths`` (B,), ``regions`` (B, Sv, D),
             ``regions_padding_mask`` (B, Sv), or None without padding, ``prev_output_tokens`` (B, T).
             ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the counts that fairseq needs. Padding is on
-            the right. If all samples were skipped, the batch holds another sample.
+            the right. If all samples were skipped, the batch holds another sample. If images of the dataset have no
+            captions, ``target`` is None and ``references`` are missing.
         """
         present = [sample for sample in samples if sample is not None]
         if not samples:
@@ -154,15 +157,17 @@ class CaptioningDataset(FairseqDataset):
             net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in present], True)
             mask = torch.arange(int(counts.max())) >= counts.unsqueeze(1)
             net_input["regions_padding_mask"] = mask if mask.any() else None
-        return dict(
+        batch = dict(
             id=torch.tensor([sample["id"] for sample in present]),
             nsentences=len(present),
             ntokens=int(target.ne(pad).sum()),
             net_input=net_input,
-            target=target,
+            target=target if self.described else None,
             image_ids=[self.image_ids[sample["image"]] for sample in present],
-            references=[self.references[sample["image"]] for sample in present],
         )
+        if self.described:
+            batch["references"] = [self.references[sample["image"]] for sample in present]
+        return batch
 
     def _any_sample(self) -> dict[str, Any]:
         for index in range(len(self)):

@@ -37,7 +37,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
 
-from ..captioning.caption_rewards import REWARDS, CiderD, reward
+from ..captioning.caption_rewards import ORDERS, REWARDS, CiderD, reward
 from .captioning import CaptioningTask
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class SelfCriticalCriterion(FairseqCriterion):
     ``baseline`` and ``advantage``, the words per caption (``length``) and the policy's ``entropy`` per word, in nats.
 
     Raises:
-        ValueError: The task is another one, or an option is out of range.
+        ValueError: The task is another one, an option is out of range, or the reward is undefined.
     """
 
     def __init__(self, cfg: SelfCriticalConfig, task: Any) -> None:
@@ -115,6 +115,13 @@ class SelfCriticalCriterion(FairseqCriterion):
         self.dropout_in_loss = cfg.dropout_in_loss
         self.dictionary = task.target_dictionary
         self.frequencies = None
+        if self.reward == "bleu-4":
+            longest = max(len(words) for captions in task.captions_of("train").values() for words in captions)
+            if min(longest, self.max_length) < ORDERS:
+                raise ValueError(
+                    f"--reward bleu-4 needs captions of {ORDERS} words, but the longest in training have {longest}, "
+                    f"and --max-caption-length is {self.max_length}"
+                )
         if self.reward == "cider-d":
             training = task.captions_of("train")
             references: dict[Hashable, list[str]] = {

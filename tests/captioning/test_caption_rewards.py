@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from attn_plugins.captioning.caption_rewards import REWARDS, CiderD, DocumentFrequencies, reward
+from tests.captioning.read_only import read_only
 
 
 def sentences(rng: np.random.Generator, number: int, longest: int = 12) -> list[str]:
@@ -196,6 +197,31 @@ def test_wrong_input_is_named(name):
         scorer([5], ["a cat"])
     with pytest.raises(ValueError, match="the same length, got 2 and 1"):
         scorer(["a", 4], ["a cat"])
+
+
+@pytest.mark.parametrize(
+    ("references", "reason"),
+    [
+        ({1: ["a cat", "a dog runs"]}, "there is only one image"),
+        ({1: ["a cat", "a dog"], 2: ["a dog", "a cat"]}, "all 2 images have the same n-grams"),
+    ],
+)
+def test_a_score_that_is_always_0_is_undefined(references, reason, tmp_path):
+    for options in ({}, {"cache_dir": tmp_path}, {"end": "</s>"}):
+        with pytest.raises(
+            ValueError, match=f"CIDEr-D is undefined: {reason}, so that the weights of all n-grams are 0"
+        ):
+            reward("cider-d", references, **options)
+    assert reward("cider-d", {1: ["a cat"], 2: ["cat a"]})([1], ["a cat"])[0] > 0  # the bigrams differ
+
+
+def test_a_cache_that_cannot_be_written(sample, tmp_path, caplog):
+    want = reward("cider-d", sample[0])(*sample[1:])
+    with read_only(tmp_path):
+        np.testing.assert_array_equal(reward("cider-d", sample[0], cache_dir=tmp_path)(*sample[1:]), want)
+    [line] = [record.message for record in caplog.records]
+    assert "n-gram frequencies are counted at every start" in line
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_unknown_names_and_wordless_references():

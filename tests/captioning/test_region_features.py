@@ -1,7 +1,8 @@
-"""Region features of a set of images in one file: npz, HDF5 or LMDB."""
+"""Region features of a set of images in one file: npz, and the formats of two other projects."""
 
 from __future__ import annotations
 
+import base64
 import pickle
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -13,7 +14,8 @@ import pytest
 
 from attn_plugins.captioning.region_features import RegionFeatures, RegionFeaturesWriter, write_region_features
 
-SUFFIXES = [".npz", ".h5", ".lmdb"]
+SUFFIXES = [".npz", ".tsv", ".hdf5"]
+W, H = 640, 480
 
 
 def made_up(number: int = 6, D: int = 5, ids: type = int) -> list[tuple]:
@@ -28,30 +30,44 @@ def made_up(number: int = 6, D: int = 5, ids: type = int) -> list[tuple]:
     return images
 
 
-def needs(suffix: str) -> None:
-    package = {".npz": "numpy", ".lmdb": "lmdb"}.get(suffix, "h5py")
-    pytest.importorskip(package, reason=f"{suffix} files need {package}")
+def write(path: Path, images: list[tuple], dtype: str = "float32") -> Path:
+    """Write the images in the format of the suffix: of bottom-up-attention, of Meshed-Memory Transformer, or ours."""
+    if path.suffix == ".npz":
+        write_region_features(path, iter(images), dtype)
+    elif path.suffix == ".tsv":
+        rows = []
+        for image_id, x in images:
+            arrays = x["boxes"] * [W, H, W, H], x["features"]
+            texts = [base64.b64encode(array.astype(np.float32).tobytes()).decode() for array in arrays]
+            rows.append("\t".join([str(image_id), str(W), str(H), str(len(x["boxes"])), *texts]) + "\r\n")
+        path.write_text("".join(rows), newline="")
+    else:
+        h5py = pytest.importorskip("h5py", reason="HDF5 files need h5py")
+        with h5py.File(path, "w") as hdf5:
+            for image_id, x in images:
+                hdf5[f"{image_id}_features"] = x["features"].astype(dtype)
+                hdf5[f"{image_id}_boxes"] = x["boxes"] * [W, H, W, H]
+                hdf5[f"{image_id}_cls_prob"] = x["scores"][:, None] * [0.5, 1, 0.25]
+    return path
 
 
 @pytest.fixture(params=SUFFIXES)
 def file(request, tmp_path) -> Path:
-    needs(request.param)
-    path = tmp_path / f"regions{request.param}"
-    write_region_features(path, iter(made_up()), "float32")
+    path = write(tmp_path / f"regions{request.param}", made_up())
     assert list(tmp_path.iterdir()) == [path]
     return path
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("ids", [int, str])
+@pytest.mark.parametrize("ids", [int, str, np.int64, "image-{}".format])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
-    needs(suffix)
     images = made_up(ids=ids)
-    write_region_features(tmp_path / f"regions{suffix}", iter(images), dtype)
-    read = RegionFeatures(tmp_path / f"regions{suffix}")
+    read = RegionFeatures(write(tmp_path / f"regions{suffix}", images, dtype))
     assert (len(read), read.feature_dim) == (len(images), 5)
-    assert read.image_ids == [image_id for image_id, _ in images]
+    assert sorted(map(str, read.image_ids)) == sorted(str(image_id) for image_id, _ in images)
+    if ids in (int, np.int64):
+        assert all(type(image_id) is int for image_id in read.image_ids)
     for image_id, regions in images:
         assert image_id in read
         assert str(image_id) in read
@@ -61,23 +77,26 @@ def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
                 read.regions(image_id)
             continue
         arrays = read.regions(image_id)
-        assert [arrays[name].dtype for name in ("features", "boxes", "scores")] == [dtype, np.float32, np.float32]
-        np.testing.assert_array_equal(arrays["features"], regions["features"].astype(dtype))
-        for name in ("boxes", "scores"):
-            np.testing.assert_array_equal(arrays[name], regions[name].astype(np.float32))
-            assert arrays[name].flags.writeable
+        assert arrays["features"].dtype == (np.float32 if suffix == ".tsv" else dtype)
+        np.testing.assert_array_equal(arrays["features"], regions["features"].astype(arrays["features"].dtype))
+        if suffix == ".hdf5":
+            np.testing.assert_allclose(arrays.pop("pixel_boxes"), regions["boxes"] * [W, H, W, H], rtol=1e-6)
+        else:
+            np.testing.assert_allclose(arrays["boxes"], regions["boxes"], rtol=0, atol=1e-7)
+        if suffix != ".tsv":
+            np.testing.assert_array_equal(arrays["scores"], regions["scores"].astype(np.float32))
+        assert all(array.flags.writeable for array in arrays.values())
+        assert all(array.dtype == np.float32 for name, array in arrays.items() if name != "features")
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_a_recipe_is_kept(tmp_path, suffix):
-    needs(suffix)
+def test_a_recipe_is_kept(tmp_path):
     recipe = dict(options=dict(grid="größer", size=[64, 64], seed=None), long="x" * 100_000)
-    write_region_features(tmp_path / f"regions{suffix}", made_up(), recipe=recipe)
-    read = RegionFeatures(tmp_path / f"regions{suffix}")
+    write_region_features(tmp_path / "regions.npz", made_up(), recipe=recipe)
+    read = RegionFeatures(tmp_path / "regions.npz")
     assert read.recipe == recipe
     assert read.count(1000) == 2
-    write_region_features(tmp_path / f"regions{suffix}", made_up())
-    assert RegionFeatures(tmp_path / f"regions{suffix}").recipe is None
+    write_region_features(tmp_path / "regions.npz", made_up())
+    assert RegionFeatures(tmp_path / "regions.npz").recipe is None
 
 
 def test_a_recipe_that_is_none(tmp_path):
@@ -109,12 +128,12 @@ def test_an_open_file_goes_into_workers(file, python):
     # In a separate process: forking is unsafe with threads, and earlier tests have started some.
     code = f"from tests.captioning.test_region_features import _same_in_workers as same; assert same({str(file)!r}, "
     python(f"{code}'fork')", PYTHONPATH=str(Path(__file__).parents[2]))
-    if file.suffix == ".npz":
+    if file.suffix != ".hdf5":
         assert _same_in_workers(str(file), "spawn")
     read = RegionFeatures(file)
     expected = _sum_of(read, 998)
     copy = pickle.dumps(read)
-    assert len(copy) < 500
+    assert len(copy) < 1000
     assert _sum_of(pickle.loads(copy), 998) == expected
 
 
@@ -126,7 +145,7 @@ def test_members_of_an_npz_stay_in_the_file(tmp_path):
     for name in ("ours.npz", "theirs.npz"):
         read = RegionFeatures(tmp_path / name)
         read.count(1000)
-        assert all(isinstance(read._arrays[part], np.memmap) for part in ("features", "boxes", "scores"))
+        assert all(isinstance(array, np.memmap) for array in read._reader._arrays.values())
         np.testing.assert_array_equal(read.regions(998)["features"], made_up()[2][1]["features"].astype(np.float16))
 
 
@@ -138,8 +157,55 @@ def test_a_file_that_is_cut_off(file):
 
 def test_another_kind_of_file(file):
     file.write_bytes(b"x" * 5000)
-    with pytest.raises(ValueError, match=r"regions.* is not an "):
+    with pytest.raises(ValueError, match=r"regions.* is not an |row 1 must have image_id, image_w, image_h, num_boxes"):
         len(RegionFeatures(file))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda rows: [*rows[:2], rows[2].split("\t", 1)[0]], "row 3 must have image_id, .* separated by tabs"),
+        (lambda rows: [*rows[:3], rows[3][:-9]], "truncated in row 4, image 997"),
+        (lambda rows: [rows[0][:-9]], r"row 1, image 1000, must have 2 boxes and 2 x 4 features.* truncated"),
+        (lambda rows: [rows[0][:60]], "truncated in row 1, image 1000"),
+        (
+            lambda rows: [rows[0], rows[2].replace("\t3\t", "\t2\t")],
+            "row 2, image 998, must have 2 boxes and 2 x 5 fea",
+        ),
+        (lambda rows: [rows[0], rows[0]], "image 1000 appears twice"),
+        (lambda rows: [rows[0].replace("640", "0")], "row 1 must have image_id, image_w"),
+        (lambda rows: [], r"regions\.tsv is empty"),
+    ],
+)
+def test_rows_that_are_not_such(tmp_path, spoil, message):
+    path = write(tmp_path / "regions.tsv", made_up())
+    path.write_text("".join(spoil(path.read_text().replace("\r", "").splitlines(keepends=True))))
+    with pytest.raises(ValueError, match=message):
+        len(RegionFeatures(path))
+
+
+def test_rows_of_joined_files_and_a_header(tmp_path):
+    text = write(tmp_path / "regions.tsv", made_up()).read_text()
+    header = "image_id\timage_w\timage_h\tnum_boxes\tboxes\tfeatures\n"
+    (tmp_path / "joined.tsv").write_text(header + text.rstrip() + "\n" + text.replace("100", "200").replace("99", "77"))
+    read = RegionFeatures(tmp_path / "joined.tsv")
+    assert len(read) == 12
+    np.testing.assert_array_equal(read.regions(778)["features"], made_up()[2][1]["features"].astype(np.float32))
+    (tmp_path / "bad.tsv").write_text(text.replace("\t640\t480\t2\t", "\t640\t480\t2\t!!!!", 1)[:-4])
+    with pytest.raises(ValueError, match="row 1, image 1000, must have 2 boxes"):
+        len(RegionFeatures(tmp_path / "bad.tsv"))
+
+
+def test_an_hdf5_file_of_other_datasets(tmp_path):
+    h5py = pytest.importorskip("h5py", reason="HDF5 files need h5py")
+    for name, array, message in (
+        ("features", np.ones((3, 2)), "must have a dataset IMAGE_features for each image; it has features"),
+        ("7_features", np.ones(3), r"7_features must have shape \(n, D\), got \(3,\)"),
+    ):
+        with h5py.File(tmp_path / "regions.h5", "w") as hdf5:
+            hdf5[name] = array
+        with pytest.raises(ValueError, match=message):
+            RegionFeatures(tmp_path / "regions.h5").feature_dim  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -173,7 +239,7 @@ def test_images_that_are_not_there(file):
 def test_files_that_cannot_be(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.npz: no such file"):
         RegionFeatures(tmp_path / "nowhere.npz")
-    with pytest.raises(ValueError, match=r"regions\.csv: the suffix must be one of \.npz, \.h5"):
+    with pytest.raises(ValueError, match=r"regions\.csv: the suffix must be one of \.npz, \.tsv, \.hdf5, \.h5"):
         RegionFeatures(tmp_path / "regions.csv")
     write_region_features(tmp_path / "regions.npz", made_up())
     np.savez_compressed(tmp_path / "packed.npz", **np.load(tmp_path / "regions.npz"))
@@ -182,9 +248,18 @@ def test_files_that_cannot_be(tmp_path, monkeypatch):
     ):
         len(RegionFeatures(tmp_path / "packed.npz"))
     monkeypatch.setitem(sys.modules, "h5py", None)
-    for use in (RegionFeatures, lambda path: write_region_features(path, made_up())):
-        with pytest.raises(ModuleNotFoundError, match=r"regions\.h5: a \.h5 file needs the package h5py"):
-            use(tmp_path / "regions.h5")
+    with pytest.raises(ModuleNotFoundError, match=r"regions\.h5: a \.h5 file needs the package h5py"):
+        RegionFeatures(tmp_path / "regions.h5")
+    with pytest.raises(ValueError, match=r"region features are written to \.npz, got .*regions\.h5"):
+        write_region_features(tmp_path / "regions.h5", made_up())
+
+
+def test_rounding_at_the_border(tmp_path):
+    boxes = np.array([[-1.2e-7, 0, 0.5, 1 + 1.2e-7], [0.5, 0.25, 0.5 - 6e-8, 1]])
+    images = [(7, dict(features=np.ones((2, 5)), boxes=boxes, scores=np.ones(2)))]
+    write_region_features(tmp_path / "regions.npz", images)
+    stored = RegionFeatures(tmp_path / "regions.npz").regions(7)["boxes"]
+    np.testing.assert_array_equal(stored, np.array([[0, 0, 0.5, 1], [0.5, 0.25, 0.5, 1]], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -195,6 +270,7 @@ def test_files_that_cannot_be(tmp_path, monkeypatch):
         ({"features": np.full((2, 5), 1e6)}, "image 7: features are NaN, infinite or outside the range of float16"),
         ({"boxes": np.array([[0, 0, 1, 1], [0, 0, 640, 480]])}, "image 7: boxes must be"),
         ({"boxes": np.array([[0.5, 0, 0.2, 1]] * 2)}, "image 7: boxes must be x0 <= x1"),
+        ({"boxes": np.array([[0, 0, 1.001, 1]] * 2)}, "image 7: boxes must be x0 <= x1"),
         ({"scores": np.zeros(3)}, r"image 7: scores must have shape \(2,\), got \(3,\)"),
         ({"scores": None}, "image 7: scores"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import pickle
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -17,6 +18,8 @@ pytest.importorskip("fairseq")
 
 from attn_plugins.captioning.caption_files import described_by, words_of
 from attn_plugins.captioning.region_features import RegionFeatures
+from tests.captioning.read_only import read_only
+from tests.captioning.test_region_features import write
 from tests.fairseq.captioning_helpers import COLOURS, D, batches_of, change, task_of, write_images, write_json
 
 
@@ -28,6 +31,55 @@ def folder(tmp_path) -> Path:
 def test_words_are_karpathys():
     assert words_of("A man's T-shirt,  (red) & \tblue.\n") == ["a", "mans", "tshirt", "red", "blue"]
     assert words_of(" ... ") == []
+    assert words_of("The man’s “blue”—or red?") == ["the", "mans", "blue", "or", "red"]
+
+
+def test_words_of_scripts_without_spaces():
+    assert words_of("一只红色的猫，在iPhone上。") == ["一", "只", "红", "色", "的", "猫", "在", "iphone", "上"]
+    assert words_of("猫とネコ・犬！") == ["猫", "と", "ネ", "コ", "犬"]
+    assert words_of(["红色", "的", "猫", "。"]) == ["红色", "的", "猫"]  # the tokens of a file stay whole
+    assert words_of("고양이 두 마리") == ["고양이", "두", "마리"]  # Korean has spaces
+
+
+def test_a_data_folder_that_cannot_be_written(folder, caplog):
+    expected = task_of(folder).dictionary
+    (folder / "dict.txt").unlink()
+    with read_only(folder), caplog.at_level(logging.WARNING, "attn_plugins"):
+        task = task_of(folder)
+    assert task.dictionary == expected
+    assert task.dictionary.count == expected.count
+    assert not (folder / "dict.txt").exists()
+    [line] = [record.message for record in caplog.records]
+    assert "words are counted at every start" in line
+    assert "--dictionary takes another path" in line
+
+
+@pytest.mark.parametrize("listed", [True, False], ids=["image_info", "splits only"])
+def test_images_without_captions_can_be_captioned(folder, listed):
+    """COCO's test server has pictures whose captions are not public."""
+    own = [image["cocoid"] for image in json.loads((folder / "splits.json").read_text())["images"]]
+    bare = {image_id for image_id in own if image_id % 6 == 3}  # the split test
+
+    def keep(content: dict) -> None:
+        content["images"] = [image for image in content["images"] if image["id"] not in bare]
+        content["annotations"] = [c for c in content["annotations"] if c["image_id"] not in bare]
+
+    change(folder / "captions.json", keep)
+    captions = str(folder / "captions.json")
+    if listed:
+        write_json(folder / "image_info.json", {"images": [{"id": i, "file_name": f"{i}.jpg"} for i in sorted(bare)]})
+        captions += f":{folder / 'image_info.json'}"
+    task = task_of(folder, captions=captions)
+    task.load_dataset("train")
+    batches = batches_of(task, "test")
+    assert {image_id for batch in batches for image_id in batch["image_ids"]} == bare
+    assert all(batch["target"] is None and "references" not in batch for batch in batches)
+    with pytest.raises(ValueError, match="have no captions: they can only be captioned"):
+        task.valid_step(batches[0], None, None)
+    change(folder / "splits.json", lambda c: c["images"][0].update(split="test", cocoid=999))
+    change(folder / "splits.json", lambda c: c["images"][3].update(split="val", cocoid=998))
+    with pytest.raises(ValueError, match=r"image 998 is not in .*captions\.json"):
+        task_of(folder, captions=captions).load_dataset("train")
 
 
 @pytest.mark.slow
@@ -128,18 +180,20 @@ def test_a_dataset_goes_into_workers(folder):
         torch.testing.assert_close(copy[2][name], dataset[2][name])
 
 
-@pytest.mark.parametrize(("suffix", "package"), [(".h5", "h5py"), (".lmdb", "lmdb")])
-def test_regions_in_other_formats(folder, suffix, package):
-    pytest.importorskip(package, reason=f"{suffix} files need {package}")
+@pytest.mark.parametrize("suffix", [".tsv", ".hdf5"])
+def test_regions_in_other_formats(folder, suffix):
+    regions = RegionFeatures(folder / "regions.npz")
+    images = [(image_id, regions.regions(image_id)) for image_id in regions.image_ids]
     expected = batches_of(task_of(folder), "valid")
     (folder / "regions.npz").unlink()
-    task = task_of(write_images(folder, name=f"regions{suffix}"))
+    write(folder / f"regions{suffix}", images)
+    task = task_of(folder)
     for workers in (0, 2):  # open the file in this process before the workers do
         for one, other in zip(batches_of(task, "valid", num_workers=workers), expected):
-            torch.testing.assert_close(one["net_input"]["regions"], other["net_input"]["regions"])
+            torch.testing.assert_close(one["net_input"]["regions"].float(), other["net_input"]["regions"].float())
     whole = (folder / f"regions{suffix}").read_bytes()
     (folder / f"regions{suffix}").unlink()  # open
-    (folder / f"regions{suffix}").write_bytes(whole[: len(whole) // 2])
+    (folder / f"regions{suffix}").write_bytes(whole[:-9])
     with pytest.raises(ValueError, match=rf"regions\{suffix}.* truncated"):
         task_of(folder).load_dataset("valid")
 

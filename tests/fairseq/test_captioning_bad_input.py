@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("fairseq")
 
 from attn_plugins.captioning.region_features import RegionFeatures
+from tests.captioning.test_region_features import write
 from tests.fairseq.bad_sample_helpers import BAD_SAMPLES, spoil_features
 from tests.fairseq.captioning_helpers import batches_of, change, task_of, write_images, write_json
 
@@ -51,18 +52,17 @@ def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplo
         assert ["image 102" in record.message for record in caplog.records] == [True]
 
 
-def test_a_page_that_is_broken_is_one_image_less(tmp_path, monkeypatch):
-    """LMDB reports such a page with its own error."""
-    lmdb = pytest.importorskip("lmdb", reason=".lmdb files need lmdb")
-    task = task_of(write_images(tmp_path / "data", name="regions.lmdb"), skip_invalid_samples=True)
-    read = RegionFeatures._read
-
-    def broken(self, image_id, *rows):
-        if image_id == "102":
-            raise lmdb.CorruptedError("Located page was wrong type")
-        return read(self, image_id, *rows)
-
-    monkeypatch.setattr(RegionFeatures, "_read", broken)
+def test_base64_that_is_broken_is_one_image_less(folder):
+    """The index of a .tsv file only looks at the ends of a row."""
+    regions = RegionFeatures(folder / "regions.npz")
+    path = write(folder / "regions.tsv", [(image_id, regions.regions(image_id)) for image_id in regions.image_ids])
+    (folder / "regions.npz").unlink()
+    rows = path.read_text().splitlines()
+    rows[2] = rows[2][:-8] + "!" + rows[2][-7:]
+    path.write_text("\n".join(rows))
+    with pytest.raises(ValueError, match=r"regions\.tsv: image 102 cannot be read"):
+        batches_of(task_of(folder), "train")
+    task = task_of(folder, skip_invalid_samples=True)
     assert sum(batch["nsentences"] for batch in batches_of(task, "train")) == 30
     assert task.dataset("train").skipped == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,12 @@ def test_train_and_generate(tmp_path):
     paths = ":".join(str(tmp_path / "model" / name) for name in ("checkpoint_last.pt", "checkpoint_2_15.pt"))
     generate = ["generate", *options, "--gen-subset=test", "--path", paths, "--beam=3", "--batch-size=2"]
     generate += ["--max-len-b=9", "--results-json", results, "--num-workers=0"]
-    log, generated = in_one_process(train, generate)
+    bare, test = shutil.copytree(data, tmp_path / "bare"), (105, 111, 117, 123)  # as of COCO's test server
+    for part, key in (("images", "id"), ("annotations", "image_id")):
+        change(bare / "captions.json", lambda c: c.update({part: [x for x in c[part] if x[key] not in test]}))  # noqa: B023
+    unseen = ["generate", bare, *generate[2:], "--dictionary", data / "dict.txt"]
+    unseen[unseen.index(results)] = tmp_path / "unseen.json"
+    log, generated, captioned = in_one_process(train, generate, unseen)
     losses = [float(loss) for loss in re.findall(r"\| train \|.* nll_loss (\S+)", log)]
     assert "num_updates 30" in log
     assert losses[-1] < losses[0] - 0.5
@@ -51,6 +57,8 @@ def test_train_and_generate(tmp_path):
     assert all(caption.split()[0] in ("a", "the") for caption in captions.values())
     assert list(results.parent.iterdir()) == [results]
     assert f"3 captions are in {results}" in generated
+    assert json.loads((tmp_path / "unseen.json").read_text()) == json.loads(results.read_text())
+    assert "test: 4 images have no captions: they can only be captioned" in captioned
 
 
 def _long_caption(folder: Path, image: int) -> None:

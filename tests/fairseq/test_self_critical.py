@@ -25,7 +25,7 @@ from fairseq_cli import train
 
 from attn_plugins.captioning.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
-from tests.fairseq.captioning_helpers import model_of, task_of, write_images
+from tests.fairseq.captioning_helpers import change, model_of, task_of, write_images
 from tests.fairseq.console_helpers import meeting_place
 from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, forget_best
 
@@ -96,6 +96,22 @@ def set_dropout(model: Any, p: float) -> None:
 @pytest.fixture(scope="module")
 def model(task) -> Any:
     return fitted(task, until=0.9)  # leaves much room for improvement
+
+
+def test_a_reward_that_is_undefined(tmp_path):
+    """CIDEr-D is 0 for every caption if there is one image, or if the captions of all are the same."""
+    folder = write_images(tmp_path / "one")
+    for text in ("A red dog.", "A red dog on grass."):
+        change(folder / "captions.json", lambda c: [own.update(caption=text) for own in c["annotations"]])  # noqa: B023
+        with pytest.raises(ValueError, match="CIDEr-D is undefined: all 16 images have the same n-grams"):
+            criterion_of(task_of(folder))
+        if text == "A red dog.":
+            with pytest.raises(ValueError, match=r"bleu-4 needs captions of 4 words, but the longest .* have 3"):
+                criterion_of(task_of(folder), reward="bleu-4")
+        (folder / "dict.txt").unlink()
+    with pytest.raises(ValueError, match="--max-caption-length is 3"):
+        criterion_of(task_of(folder), reward="bleu-4", max_caption_length=3)
+    criterion_of(task_of(folder), reward="rouge-l")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from functools import partial
@@ -117,6 +118,32 @@ def test_pictures_of_every_kind(captioned, tmp_path, capsys):
         with Image.open(out / f"{name}.png") as drawn:
             assert drawn.width == WIDTH
             assert 300 < drawn.height < 2000
+
+
+def test_pictures_of_cocos_list_have_its_ids(captioned, tmp_path, capsys):
+    """The test server expects COCO's integer ids; its list of pictures has no captions."""
+    listed = {"images": [{"id": i + 391000, "file_name": f"{i:06}.jpg"} for i in (7, 6)], "licenses": []}
+    (tmp_path / "image_info.json").write_text(json.dumps(listed))
+    options = ("--captions", tmp_path / "image_info.json")
+    assert run(captioned, tmp_path / "out", captioned / "images", path="visual", options=options) == 0
+    rows = read(tmp_path / "out/captions.json")
+    assert [row["image_id"] for row in rows] == [391007, 391006]
+    assert run(captioned, tmp_path / "plain", captioned / "images/000006.jpg", path="visual") == 0
+    assert read(tmp_path / "plain/captions.json")[0]["caption"] == rows[1]["caption"]
+    assert run(captioned, tmp_path / "two", *[captioned / "images"] * 2, path="visual", options=options) == 2
+    assert "--captions needs one folder of pictures, got 2 arguments" in capsys.readouterr().err
+
+
+def test_a_vocabulary_that_could_not_be_written(captioned, tmp_path):
+    """Without dict.txt in the data folder of the training, the words are counted again, as in training."""
+    kept, picture = (captioned / "dict.txt").read_bytes(), captioned / "images/000006.jpg"
+    assert run(captioned, tmp_path / "one", picture, path="visual") == 0
+    (captioned / "dict.txt").unlink()
+    try:
+        assert run(captioned, tmp_path / "two", picture, path="visual") == 0
+    finally:
+        (captioned / "dict.txt").write_bytes(kept)
+    assert read(tmp_path / "one/captions.json") == read(tmp_path / "two/captions.json")
 
 
 def test_none_of_the_pictures(captioned, tmp_path, capsys):

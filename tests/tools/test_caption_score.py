@@ -111,6 +111,43 @@ def test_a_java_that_fails_neither_hangs_nor_loses_the_rest(monkeypatch, tmp_pat
     assert list(scored.scores) == ["BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4", "ROUGE-L", "CIDEr-D"]
 
 
+@pytest.mark.parametrize(
+    ("captions", "results", "left_out"),
+    [
+        ({11: CAPTIONS[11]}, {11: "a cat on the grass"}, {"CIDEr-D": "it is undefined: there is only one image"}),
+        (
+            {11: ["a red cat on grass"], 12: ["a red cat on grass"]},
+            dict.fromkeys((11, 12), "a red cat"),
+            {
+                "CIDEr-D": "it is undefined: all 2 images have the same n-grams",
+                "BLEU-4": "undefined: no caption has 4 words",
+            },
+        ),
+    ],
+)
+def test_a_score_that_is_undefined_is_left_out(score, tmp_path, capsys, monkeypatch, captions, results, left_out):
+    """The package returns 0, also for captions that are their references."""
+    pytest.importorskip("pycocoevalcap", reason=NEEDS)
+    monkeypatch.setenv("PATH", "")
+    assert score(results, captions, list(captions)) == 0
+    scored, shown = report(tmp_path), capsys.readouterr().out
+    for name, reason in left_out.items():
+        assert name not in scored["scores"]
+        assert reason in scored["left_out"][name]
+        assert f"{name:8s} left out: {scored['left_out'][name]}" in shown
+    assert scored["scores"]["BLEU-3"] > 0
+
+
+def test_chinese_is_scored_by_its_characters(monkeypatch):
+    pytest.importorskip("pycocoevalcap", reason=NEEDS)
+    monkeypatch.setenv("PATH", "")
+    truth = {11: ["一只猫在草地上。"], 12: ["两只狗在海滩上跑，很快"]}
+    # 7 and 9 of 7 and 10 characters, without punctuation
+    scored = evaluate({11: "一 只 猫 在 草 地 上", 12: "两只狗在海滩上跑快"}, truth).scores
+    assert scored["BLEU-1"] == pytest.approx(math.exp(1 - 17 / 16), abs=1e-6)
+    assert 5 < scored["CIDEr-D"] < 10
+
+
 def test_a_part_of_the_images(score, tmp_path, capsys, monkeypatch):
     pytest.importorskip("pycocoevalcap", reason=NEEDS)
     monkeypatch.setenv("PATH", "")
@@ -169,4 +206,4 @@ def test_wrong_files_are_named(score, capsys, change, message):
 def test_the_missing_package_is_named(score, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert score() == 2
-    assert "scores need pycocoevalcap, which is not installed: python -m attn_plugins" in capsys.readouterr().err
+    assert "scores need pycocoevalcap, which is not installed: pip install" in capsys.readouterr().err

@@ -10,8 +10,8 @@
 ``extract`` and ``caption`` resume an interrupted run. With ``--shard i/n`` several processes or machines share the
 pictures, and ``merge`` writes the same files as one process::
 
-    for i in 1 2 3 4; do python -m tools.caption extract IMAGES regions.h5 ... --shard $i/4 & done; wait
-    python -m tools.caption merge regions.h5
+    for i in 1 2 3 4; do python -m tools.caption extract IMAGES regions.npz ... --shard $i/4 & done; wait
+    python -m tools.caption merge regions.npz
 """
 
 from __future__ import annotations

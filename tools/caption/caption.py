@@ -6,9 +6,10 @@ r"""Caption pictures, and show which regions and attributes each word attends to
         --detector work_dirs/attributes/best.safetensors --out work_dirs/captions
 
 ``--path`` names a checkpoint of fairseq's task ``captioning``, or several separated by colons, whose word probabilities
-are averaged. Regions are extracted by the recipe stored in the data folder's ``regions.npz`` (or ``.h5``, ``.lmdb``),
+are averaged. Regions are extracted by the recipe stored in the data folder's ``regions.npz``,
 attributes by ``--detector`` (trained by ``tools.train attributes``). Models of regions alone
-(``--fusion visual``, ``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it.
+(``--fusion visual``, ``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it, or with
+``--captions`` for those that COCO's file lists (``images``; captions are not read), under their ids there.
 
 OUT gets ``captions.json``, ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, and for each
 picture ``NAME.png``, which shows every word with its regions, the visual and semantic share of the gate, and its
@@ -39,11 +40,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attn_plugins.captioning.caption_files import ImageId
 from attn_plugins.captioning.files import complete_lines
 from tools import files
 from tools.caption import shards
 from tools.caption.attributes import load_detector
-from tools.caption.lists import listed_images
+from tools.caption.lists import ListedImage, listed_images
 from tools.caption.page import Explanation, page
 from tools.caption.recipe import digest, sha256_of
 from tools.pictures import BadPicture, open_picture
@@ -53,23 +55,29 @@ if TYPE_CHECKING:
 
 
 # Options that change the output files.
-RESULT = ("path", "detector", "data", "beam", "max_len", "lenpen", "layer", "all_weights", "region_config")
+RESULT = ("path", "detector", "data", "captions", "beam", "max_len", "lenpen", "layer", "all_weights", "region_config")
 
 
-def pictures_of(given: Sequence[Path]) -> dict[str, Path]:
-    """Return the pictures, including those of folders, by unique names.
+def pictures_of(given: Sequence[Path], captions: Path | None = None) -> dict[str, ListedImage]:
+    """Return the pictures, including those of folders, by unique names, which are their ids without ``captions``.
 
     Raises:
-        ValueError: a folder has no pictures.
+        ValueError: a folder has no pictures, or ``captions``, COCO's list of a folder, goes with something else.
     """
-    paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
-    pictures: dict[str, Path] = {}
-    for path in dict.fromkeys(paths):
-        name, number = path.stem, 1
+    if captions is not None:
+        if len(given) != 1:
+            raise ValueError(f"--captions needs one folder of pictures, got {len(given)} arguments")
+        listed = listed_images(given[0], captions)
+    else:
+        paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
+        listed = [ListedImage("", path) for path in dict.fromkeys(paths)]
+    pictures: dict[str, ListedImage] = {}
+    for image in listed:
+        name, number = image.path.stem, 1
         while name in pictures or name == "captions":  # captions.json is the file of all captions
             number += 1
-            name = f"{path.stem}-{number}"
-        pictures[name] = path
+            name = f"{image.path.stem}-{number}"
+        pictures[name] = image if captions is not None else ListedImage(name, image.path)
     return pictures
 
 
@@ -121,8 +129,8 @@ def explanation(answer: CaptionedPicture, shown: dict[str, Tensor], layer: int |
 
 
 def caption_picture(
-    captioner: Captioner, name: str, path: Path, options: argparse.Namespace, folder: Path
-) -> dict[str, str]:
+    captioner: Captioner, name: str, image: ListedImage, options: argparse.Namespace, folder: Path
+) -> dict[str, ImageId]:
     """Write ``NAME.json`` and ``NAME.png`` of a picture, first to ``folder``; return its item of ``captions.json``.
 
     Raises:
@@ -131,6 +139,7 @@ def caption_picture(
     """
     from tools.caption.word_attention import summary
 
+    path = image.path
     if not path.is_file():
         raise BadPicture("no such file")
     try:
@@ -146,10 +155,10 @@ def caption_picture(
     text = json.dumps(content) + "\n"
     files.write(options.out / f"{name}.json", lambda partial: partial.write_text(text), folder)
     files.write(options.out / f"{name}.png", drawn.save, folder)
-    return {"image_id": name, "file_name": str(path), "caption": answer.caption}
+    return {"image_id": image.id, "file_name": str(path), "caption": answer.caption}
 
 
-def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captioner: Captioner) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, pictures: dict[str, ListedImage], captioner: Captioner) -> dict[str, Any]:
     """Return the settings that two runs must share for one to resume the other."""
     settings = {name: getattr(options, name) for name in RESULT}
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in settings.items()}
@@ -159,7 +168,7 @@ def settings_of(options: argparse.Namespace, pictures: dict[str, Path], captione
     settings |= {f"content of the {name}": sha256_of(path) for name, path in named.items() if path is not None}
     if captioner.extractor is not None:
         settings["recipe of the regions"] = captioner.extractor.features.recipe
-    return {**settings, "content of the list": digest({name: str(path) for name, path in pictures.items()})}
+    return {**settings, "content of the list": digest({name: str(image.path) for name, image in pictures.items()})}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -168,7 +177,7 @@ def run(options: argparse.Namespace) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     from tools.caption.captioner import Captioner
 
-    pictures = pictures_of(options.images)
+    pictures = pictures_of(options.images, options.captions)
     device = options.shard.device(options.device)
     detector = None if options.detector is None else load_detector(options.detector, device)
     paths = [Path(path) for path in options.path.split(":")]
@@ -184,11 +193,11 @@ def run(options: argparse.Namespace) -> int:
                 try:
                     row = caption_picture(captioner, name, pictures[name], options, work.part)
                 except BadPicture as error:  # continue with the others
-                    print(f"skipped {pictures[name]}: {error}", file=sys.stderr, flush=True)
+                    print(f"skipped {pictures[name].path}: {error}", file=sys.stderr, flush=True)
                     work.skip(name, str(error))
                 else:
                     rows.write(json.dumps([name, row]) + "\n")
-                    print(f"{pictures[name]}: {row['caption']}", flush=True)
+                    print(f"{pictures[name].path}: {row['caption']}", flush=True)
         return shards.end(work, options.out, lambda: merge(options.out))
     finally:
         with contextlib.suppress(OSError):  # it has something
@@ -234,6 +243,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
     text = "attribute detector: best.safetensors of tools.train attributes"
     option("--detector", type=Path, metavar="FILE", help=text)
+    text = "COCO's list of the folder's pictures, such as image_info_test2014.json: their ids in captions.json"
+    option("--captions", type=Path, metavar="JSON", help=text)
     option("--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one of the training")
     option("--out", type=Path, default=Path("work_dirs/captions"), metavar="DIR", help="default %(default)s")
     option("--beam", type=int, default=3, help="default %(default)s")

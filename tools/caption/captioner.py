@@ -116,7 +116,7 @@ class Captioner:
         if name != "captioning":
             raise ValueError(f"--path: {path} is of the task {name}, not captioning")
         if self.task is None:
-            self.task = self._task(path, cfg.task)
+            self.task = self._task(path, cfg.task, "data" in overrides)
         [model], cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], task=self.task, state=state)
         if not isinstance(model, CaptionerModel):
             raise ValueError(f"--path: {path} is of the model {architecture}, which is not one of our captioners")
@@ -124,10 +124,10 @@ class Captioner:
         model.prepare_for_inference_(cfg)
         self.models.append(model)
 
-    def _task(self, path: Path, cfg: Any) -> CaptioningTask:
+    def _task(self, path: Path, cfg: Any, another_folder: bool) -> CaptioningTask:
         another = f"--path {path} was trained on {cfg.data}; --data takes another folder, and all files from it"
         dictionary = Path(cfg.dictionary or Path(cfg.data) / "dict.txt")
-        if not dictionary.is_file():  # the task would build one from the captions
+        if another_folder and not dictionary.is_file():  # the task would build one from other captions
             raise ValueError(f"the vocabulary {dictionary} does not exist: {another}")
         try:
             task = tasks.setup_task(cfg)

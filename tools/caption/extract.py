@@ -5,8 +5,7 @@ r"""Extract region features of a folder of pictures, for the captioner.
     python -m tools.caption extract data/scenes/images data/scenes/regions.npz \
         --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
 
-OUT is ``.npz``, ``.h5`` (h5py) or ``.lmdb`` (lmdb); ``attn_plugins.captioning.region_features`` documents its content.
-Three ways:
+OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. Three ways:
 
 ``--mmdet CONFIG [CHECKPOINT]``  any two-stage config of mmdet, including ours with attention
 ``--torchvision NAME``           one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
@@ -44,10 +43,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from attn_plugins.captioning.region_features import RegionFeaturesWriter
-from attn_plugins.captioning.region_formats import PACKAGES, package_of
+from attn_plugins.captioning.region_features import RegionFeaturesWriter, check_npz
 from attn_plugins.captioning.region_parts import RegionParts
-from tools import files, need
+from tools import files
 from tools.caption import shards
 from tools.caption.lists import ListedImage, listed_images
 from tools.caption.recipe import digest, make_extractor, recipe_of
@@ -150,9 +148,7 @@ class Extraction:
 
 def check_out(out: Path, overwrite: bool) -> None:
     """Raise an error if ``out`` must not be written."""
-    if (package := PACKAGES.get(out.suffix)) is not None:
-        need(package)
-    package_of(out)
+    check_npz(out)
     if out.exists() and not overwrite:
         raise ValueError(f"OUT {out} already exists: --overwrite replaces it")
 
@@ -207,7 +203,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     option = parser.add_argument
     option("images", type=Path, metavar="IMAGES", help="folder of the pictures")
-    option("out", type=Path, metavar="OUT", help=".npz, .h5, .hdf5 or .lmdb")
+    option("out", type=Path, metavar="OUT", help="file of regions, .npz")
     option("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
     option("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = parser.add_mutually_exclusive_group(required=True)

@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.caption merge data/coco/regions.h5
+    python -m tools.caption merge data/coco/regions.npz
     python -m tools.caption merge work_dirs/captions
 
 The result has the same bytes as from one process. The command writes nothing and names what is left if a shard is not

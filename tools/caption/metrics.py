@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attn_plugins.captioning.caption_files import has_characters, words_of
+from attn_plugins.captioning.caption_rewards import DocumentFrequencies
+
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
 CORENLP = "spice/lib/stanford-corenlp-3.6.0"
@@ -51,6 +54,19 @@ def plain_words(sentence: str) -> str:
     The PTB tokeniser also splits clitics ("dog's" into "dog 's") and words at some slashes and hyphens.
     """
     return " ".join(filter(None, (word.strip(string.punctuation) for word in sentence.lower().split())))
+
+
+def _split(sentence: str) -> str:
+    """Split Chinese and Japanese into characters, which neither tokeniser does."""
+    return " ".join(words_of(sentence)) if has_characters(sentence) else sentence
+
+
+def _undefined(name: str, references: Tokens, results: Tokens) -> str:
+    """Return why a score, which the package returns as 0, is undefined, or an empty text."""
+    if name == "CIDEr-D":
+        return DocumentFrequencies.of(references).undefined
+    longest = max(len(caption.split()) for [caption] in results.values())
+    return f"no caption has {name[-1]} words" if name.startswith("BLEU") and longest < int(name[-1]) else ""
 
 
 def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
@@ -130,11 +146,12 @@ def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Se
         raise ValueError(f"results and references must be of the same images, one at least; not in both: {apart}")
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        install = "python -m attn_plugins install captioning"
+        install = "pip install '.[captioning]'"
         raise ModuleNotFoundError(f"scores need {PACKAGE}, which is not installed: {install}")
     folder = Path(next(iter(spec.submodule_search_locations)))
     (truth, captions), note = tokenize(
-        {image: list(own) for image, own in references.items()}, {image: [results[image]] for image in references}
+        {image: list(map(_split, own)) for image, own in references.items()},
+        {image: [_split(results[image])] for image in references},
     )
     for what, sentences in (("caption", captions), ("reference", truth)):
         for image, own in sentences.items():
@@ -153,7 +170,11 @@ def evaluate(results: Mapping[int | str, str], references: Mapping[int | str, Se
                 reason = f"its Java part failed: {error}"
             else:
                 if all(map(math.isfinite, values)):
-                    report.scores |= {name: float(value) for name, value in zip(names, values)}
+                    for name, value in zip(names, values):
+                        if reason := _undefined(name, truth, captions):
+                            report.left_out[name] = f"it is undefined: {reason}"
+                        else:
+                            report.scores[name] = float(value)
                     continue
                 reason = "its Java part returned no number"
         report.left_out[names[0]] = reason

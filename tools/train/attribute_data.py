@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from attn_plugins.captioning.caption_files import Problems, read_splits
+from attn_plugins.captioning.caption_files import SPLITS, Problems, read_splits
 from tools.caption.backbones import TimmBackbone
 from tools.caption.lists import ListedImage, listed_images
 from tools.pictures import BadPicture, open_picture
@@ -82,8 +82,9 @@ class Data:
         for image in missing:
             print(f"skipped image {image.id}: {image.path} does not exist", file=sys.stderr)
         self.images = [image for image in self.images if image.path.is_file()]
-        parts = read_splits([] if captions is None else [captions], splits, Problems(options.skip_invalid_samples))
-        self.captions = {image_id: own for part in parts.values() for image_id, own in part.items()}
+        problems = Problems(options.skip_invalid_samples)
+        parts = read_splits([] if captions is None else [captions], splits, problems, SPLITS["test"])
+        self.captions = {image_id: own for part in parts.values() for image_id, own in part.items() if own}
 
     def part(self, names: tuple[str, ...]) -> tuple[list[ListedImage], list[list[list[str]]]]:
         """Return the captioned images of some parts, and the captions; raise a ValueError if there are none."""
