@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ...ops.common import transposition
-from ...ops.common.gradients import traced
+from ...ops.common.axes import unflatten
+from ...ops.common.gradients import is_batched_gradient, traced, transformed
 
 # A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
 # 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
@@ -23,7 +24,7 @@ _FEW_THREADS = 4
 
 def is_channels_last(x: Tensor) -> bool:
     """Return whether (B, C, H, W) is channels-last and not also contiguous (as with C = 1 or H = W = 1)."""
-    return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return not _is_mapped(x) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def to_channels_last(x: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def split_heads(projected: Tensor, num_heads: int) -> Tensor:
 
     In channels-last memory a projection is a plain GEMM, and its heads are views with a contiguous width.
     """
-    return projected.unflatten(1, (num_heads, -1)).permute(0, 1, 3, 4, 2)
+    return unflatten(projected, 1, (num_heads, -1)).permute(0, 1, 3, 4, 2)
 
 
 def in_format_of(x: Tensor, output: Tensor) -> Tensor:
@@ -59,7 +60,9 @@ def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
 
 
 def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
-    """Return ``x`` in channels-last or contiguous memory, copied if needed."""
+    """Return ``x`` in channels-last or contiguous memory, copied if needed; under ``torch.func``, ``x`` itself."""
+    if _is_mapped(x):
+        return x
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     if x.is_contiguous(memory_format=memory_format):
         return x
@@ -70,16 +73,18 @@ def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
     return _copied(x, channels_last)
 
 
+def _is_mapped(x: Tensor) -> bool:
+    """Return whether ``x`` may stand for a stack of maps, which has no memory format that could be asked for."""
+    return transformed() or (not traced() and is_batched_gradient(x))
+
+
 class _Converted(torch.autograd.Function):
     """A copy in another memory format, whose gradient has the original format."""
 
     @staticmethod
-    def forward(x: Tensor, channels_last: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, channels_last: bool) -> Tensor:
+        ctx.was_channels_last = is_channels_last(x)
         return _copied(x, channels_last)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-        ctx.was_channels_last = is_channels_last(inputs[0])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -90,12 +95,9 @@ class _ScaledSum(torch.autograd.Function):
     """The sum of a contiguous map and a multiple of a channels-last map."""
 
     @staticmethod
-    def forward(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, output)
         return transposition.transposed(_matrices(output, False), _matrices(x, True), scale).view_as(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], total: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.common.axes import unflatten
+from ...ops.common.gradients import is_batched_gradient, transformed
+
 
 def reorder(tokens: Tensor, order: Tensor, back: Tensor | None = None) -> Tensor:
     """Permute tokens.
@@ -28,9 +31,11 @@ def reorder(tokens: Tensor, order: Tensor, back: Tensor | None = None) -> Tensor
     return _Reorder.apply(tokens, order, inverse(order) if back is None else back)
 
 
-def _differentiates(x: Tensor) -> bool:
-    """Return whether a function of this file's own computes the gradient; ``torch.jit.trace`` cannot record one."""
-    return torch.is_grad_enabled() and x.requires_grad and not torch.jit.is_tracing()
+def _differentiates(*tensors: Tensor) -> bool:
+    """Return whether a function of this file computes the gradient; ``torch.jit`` and ``torch.func`` take none."""
+    if not torch.is_grad_enabled() or torch.jit.is_tracing() or transformed():
+        return False
+    return any(t.requires_grad for t in tensors)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -50,7 +55,7 @@ class _Reorder(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         order, back = ctx.saved_tensors
-        return _Reorder.apply(grad, back, order), None, None
+        return reorder(grad, back, order), None, None
 
 
 def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -72,7 +77,7 @@ def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list
 
 
 def _views(projected: Tensor, sizes: Sequence[int], num_heads: int) -> tuple[Tensor, ...]:
-    heads = projected.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    heads = unflatten(projected, 2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
     return tuple(view for part in heads.split(list(sizes), 1) for view in part.unbind(0))
 
 
@@ -86,7 +91,20 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _JoinHeads.apply(ctx.sizes, ctx.num_heads, *grads), None, None
+        join = _JoinHeads.apply if _differentiates(*grads) else _joined
+        return join(ctx.sizes, ctx.num_heads, *grads), None, None
+
+
+def _joined(sizes: Sequence[int], num_heads: int, *parts: Tensor) -> Tensor:
+    """Return the (n, N, 3 * M * d) whose :func:`_views` are ``parts``."""
+    if transformed() or any(map(is_batched_gradient, parts)):  # which cannot be written to a tensor made here
+        heads = torch.cat([torch.stack(parts[i : i + 3]) for i in range(0, len(parts), 3)], 1)
+        return heads.permute(1, 3, 0, 2, 4).flatten(2)
+    _, _, N, d = parts[0].shape
+    joined = parts[0].new_empty((sum(sizes), N, 3 * num_heads * d))
+    for view, part in zip(_views(joined, sizes, num_heads), parts):
+        view.copy_(part)
+    return joined
 
 
 class _JoinHeads(torch.autograd.Function):
@@ -95,12 +113,9 @@ class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sizes: list[int], num_heads: int, *parts: Tensor) -> Tensor:
         ctx.sizes, ctx.num_heads = sizes, num_heads
-        _, _, N, d = parts[0].shape
-        joined = parts[0].new_empty((sum(sizes), N, 3 * num_heads * d))
-        for view, part in zip(_views(joined, sizes, num_heads), parts):
-            view.copy_(part)
-        return joined
+        return _joined(sizes, num_heads, *parts)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, *_SplitHeads.apply(grad, ctx.sizes, ctx.num_heads)
+        split = _SplitHeads.apply if _differentiates(grad) else _views
+        return None, None, *split(grad, ctx.sizes, ctx.num_heads)

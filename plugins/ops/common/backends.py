@@ -102,7 +102,9 @@ def backend(name: str) -> Iterator[None]:
     """Let only backend ``name`` compute operators, forward and backward, in this thread.
 
     ``'reference'`` is the definition in plain PyTorch, which every operator has and which autograd differentiates.
-    autograd computes gradients of CPU tensors in the thread that asks for them, of CUDA tensors in threads of its own.
+    A forward's backend also computes its backward, in whichever thread and after this context as well, unless another
+    is forced around the backward. Autograd computes gradients of CPU tensors in the thread that asks for them, of CUDA
+    tensors in threads of its own, which a backend that is forced around the backward alone does not reach.
 
     Raises:
         ValueError: by the operator, where its table has no such backend or the backend refuses.

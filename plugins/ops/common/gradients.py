@@ -8,11 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from .backends import Gradients
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
+transformed = torch._C._are_functorch_transforms_active  # whether within grad, vmap, ... of torch.func
+is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
 _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 
 
@@ -41,6 +45,8 @@ class Differentiable:
         self.operator = operator
         members = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self.function: Any = type(f"{operator._opname}_function", (torch.autograd.Function,), members)
+        # Function.apply, but for its search for functorch's tensors, a third of its time
+        self.apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
 
     def kernel(self, keyset: Any, *args: Any) -> Any:
         """Compute what the dispatcher calls at the key of autograd."""
@@ -50,13 +56,19 @@ class Differentiable:
                 'within `with attn_plugins.ops.backend("reference"):`'
             )
         compute = partial(self.operator.redispatch, keyset & torch._C._after_autograd_keyset)
-        return self.record(compute, args, self.function.apply)
+        if not transformed():
+            return self.record(compute, args, self.function.apply)
+
+        def lower(*args: Any) -> Any:  # the levels of torch.func below record in their turn
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return compute(*args)
+
+        with enable_single_level_autograd_function():
+            return self.record(lower, args, self.apply)
 
     def direct(self, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Compute without the dispatcher; see :func:`unobserved`."""
-        # Function.apply, but for its search for functorch's tensors, a third of its time
-        apply = super(torch.autograd.Function, self.function).apply  # type: ignore[misc]
-        return self.record(compute, args, apply)
+        return self.record(compute, args, self.apply)
 
     def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any]) -> Any:
         """Return ``compute(*args)``, with a node of the graph where a gradient may be asked for."""
@@ -83,11 +95,10 @@ def unobserved(args: Sequence[Any]) -> bool:
         traced()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        or transformed()
+        or torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOGRAD)
         or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cpu")
-        or torch.is_autocast_enabled("cuda")
+        or torch._C._is_any_autocast_enabled()
         or torch._C._autograd._profiler_enabled()
         or forward_ad._current_level >= 0
     ):
@@ -130,6 +141,8 @@ def second_gradients(
     Returns:
         One gradient for each of ``saved``, None where not wanted.
     """
+    if transformed():
+        return _transformed_second_gradients(reference, saved, needs, wanted, grads)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         grad_output, *terms = (
@@ -147,6 +160,28 @@ def second_gradients(
         )
     gradients = iter(second)
     return [next(gradients) if want else None for want in wanted]
+
+
+def _transformed_second_gradients(
+    reference: Callable[..., Tensor],
+    saved: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    wanted: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Return the same within a transform of ``torch.func``, whose levels ``torch.autograd.grad`` does not see."""
+    present = {n: t for n, t in enumerate(saved) if t is not None}
+    computed = [n for n in present if n and needs[n - 1] and grads[n - 1] is not None]
+
+    def output(terms: dict[int, Tensor]) -> Tensor:
+        return reference(*map(terms.get, range(1, len(saved))))
+
+    def first(operands: dict[int, Tensor]) -> dict[int, Tensor]:
+        (gradients,) = torch.func.vjp(output, {n: t for n, t in operands.items() if n})[1](operands[0])
+        return {n: gradients[n] for n in computed}
+
+    (second,) = torch.func.vjp(first, present)[1]({n: grads[n - 1] for n in computed})
+    return [second.get(n) if want else None for n, want in enumerate(wanted)]
 
 
 def gradients_by_image(

@@ -25,7 +25,8 @@ from torch import Tensor
 from . import backends, triton_launch
 from .arguments import autocast_dtype
 from .backends import Backend
-from .gradients import Differentiable, fill, second_gradients, traced, unobserved
+from .batching import mapped
+from .gradients import Differentiable, fill, is_batched_gradient, second_gradients, traced, transformed, unobserved
 from .plans import planned
 
 NAMESPACE = "attn_plugins"
@@ -65,6 +66,7 @@ class Operator:
         backward_operations: Likewise of the backward, also for the list of gradients that are needed.
         cast: Names of the terms that take autocast's dtype; None for all.
         nothing: What the results beside an empty output hold.
+        shared: Names of the terms that have no axis of images; every other tensor has it first.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Operator:
         fake_gradient: Callable[[str, Tensor], Tensor] = lambda name, term: torch.empty_like(term),
         cast: Sequence[str] | None = None,
         nothing: float = float("inf"),
+        shared: Sequence[str] = (),
     ):
         self.name, self.terms, self.options = name, terms, options
         self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
@@ -91,6 +94,7 @@ class Operator:
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._kept = [results.index(result) for result in keeps]
         self._needs_output = needs_output
+        self._shared = [n for n, field in enumerate(terms._fields) if field in shared]
         has_triton = any(backend.name == triton_launch.NAME for backend in table)
         self._of_state = terms._fields.index("value") if has_triton else None
         self._tensor_options = [
@@ -188,6 +192,9 @@ class Operator:
         for device_type, key in _AUTOCAST_KEYS.items():
             library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
             library.impl(backward, self._autocast_rule(self._backward_operator, device_type, key, casts=False), key)
+        if hasattr(torch.library, "register_vmap"):  # torch >= 2.5
+            torch.library.register_vmap(f"{NAMESPACE}::{self.name}", self._map_forward, lib=library)
+            torch.library.register_vmap(f"{NAMESPACE}::{backward}", self._map_backward, lib=library)
         register_flop_formula(getattr(operators, self.name))(self.flops)
         register_flop_formula(getattr(operators, backward))(self.backward_flops)
 
@@ -276,6 +283,7 @@ class Operator:
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
         masks = self._tensor_options
+        ctx.transformed, ctx.forced = transformed(), backends.forced()
         ctx.options = [None if n in masks else option for n, option in enumerate(options)]
         ctx.save_for_backward(*tensors, *[options[n] for n in masks])
 
@@ -292,8 +300,15 @@ class Operator:
         if grad_output is None or not any(needs):
             return (None,) * (count + others)
         tensors, options = self._saved(ctx)
-        direct = not torch.is_grad_enabled() and unobserved((grad_output, *tensors))
-        grads = (self._backward if direct else self._backward_operator)(grad_output, *tensors, *options, needs)
+        direct = not (torch.is_grad_enabled() or ctx.transformed or is_batched_gradient(grad_output))
+        direct = direct and unobserved((grad_output, *tensors))
+        differentiate = self._backward if direct else self._backward_operator
+        if ctx.forced is None:
+            grads = differentiate(grad_output, *tensors, *options, needs)
+        else:  # perhaps in another thread, or after the forward's `with` block
+            now = backends.forced()
+            with backends.backend(ctx.forced if now in (None, backends.REFERENCE) else now):
+                grads = differentiate(grad_output, *tensors, *options, needs)
         return (*(grad if need else None for grad, need in zip(grads, needs)), *[None] * others)
 
     def _setup_context_twice(self, ctx: Any, inputs: tuple, output: Any) -> None:
@@ -310,6 +325,16 @@ class Operator:
             lambda *terms: self.reference(self.terms(*terms), self.options(*options)), tensors, ctx.needs, wanted, grads
         )
         return (*gradients, *[None] * (len(self._kept) + len(options) + 1))
+
+    # --- vmap -----------------------------------------------------------------------------------------------------
+
+    def _map_forward(self, info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+        return mapped(self._forward_operator, info.batch_size, in_dims, args, self._shared)
+
+    def _map_backward(self, info: Any, in_dims: Sequence[Any], *args: Any) -> Any:
+        summed = any(args[-1][n] for n in self._shared)  # over the images of each call
+        shared = None if summed else [n + 1 for n in self._shared]
+        return mapped(self._backward_operator, info.batch_size, in_dims, args, shared)
 
     # --- operation counts -----------------------------------------------------------------------------------------
 
