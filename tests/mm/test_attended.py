@@ -132,7 +132,7 @@ def test_a_causal_hint_is_torchs_hint():
     torch.testing.assert_close(layer.eval()(*tokens, attn_mask=mask, is_causal=True)[0], expected)
     with pytest.raises(RuntimeError, match="is_causal"):
         stock(*tokens, is_causal=True)
-    with pytest.raises(ValueError, match="is_causal describes attn_mask, .* got attn_mask=None"):
+    with pytest.raises(ValueError, match=r"is_causal describes attn_mask, .* got attn_mask=None"):
         layer(*tokens, is_causal=True)
 
 
