@@ -22,6 +22,7 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from ..modules.common.kept import backward_pass, keep, kept
 from ..modules.tokens.grid_terms import Grid
 
 SEVERAL = (0, 0)  # in place of a grid, if every image of the batch has its own
@@ -32,7 +33,8 @@ class _Record(threading.local):
 
     Attributes:
         entries: (step, backward pass, grid), the innermost call's last. Step -1 follows the patch embedding, step 2 n
-            is within block n, and 2 n + 1 follows it. Calls that end between blocks leave entries, so their number is limited.
+            is within block n, and 2 n + 1 follows it. Calls that end between blocks leave entries, so their number has
+            a limit.
         latest: Backward pass and grid of the call that began last.
     """
 
@@ -42,12 +44,12 @@ class _Record(threading.local):
 
     def find(self, step: int) -> Grid | None:
         """Return the innermost grid at this step in the current backward pass, or outside of any."""
-        key = step, _backward_pass()
+        key = step, backward_pass()
         return next((entry[2] for entry in reversed(self.entries) if entry[:2] == key), None)
 
     def take(self, step: int) -> Grid | None:
         """Remove what :meth:`find` finds, with the entries of inner calls, and return it."""
-        key = step, _backward_pass()
+        key = step, backward_pass()
         if any(entry[:2] == key for entry in self.entries):
             while self.entries:
                 entry = self.entries.pop()
@@ -56,34 +58,10 @@ class _Record(threading.local):
         return None
 
     def add(self, step: int, grid: Grid | None) -> None:
-        self.entries.append((step, _backward_pass(), grid))
+        self.entries.append((step, backward_pass(), grid))
 
 
 _record = _Record()
-
-
-def _backward_pass() -> int:
-    """Return the number of the running backward pass, -1 outside; gradient checkpointing repeats blocks in it."""
-    return torch._C._current_graph_task_id()
-
-
-def kept_grid(x: Tensor) -> Grid | None:
-    """Return the grid that was kept with the storage of ``x``."""
-    return getattr(_storage(x), "_attn_plugins_grid", None)
-
-
-def keep_grid(x: Any, grid: Grid | None) -> None:
-    """Keep a grid with the storage of ``x``, which detached and saved tensors share."""
-    storage = _storage(x) if isinstance(x, Tensor) and grid is not None else None
-    if storage is not None:
-        storage._attn_plugins_grid = grid
-
-
-def _storage(x: Tensor) -> Any:
-    try:
-        return x.untyped_storage()
-    except RuntimeError:  # a tensor within vmap has none
-        return None
 
 
 # Functions of hooks are single steps in a graph of torch.fx; they return their first argument, so that it needs them.
@@ -99,18 +77,18 @@ def _begin(embedded: Any) -> Any:
     if torch.compiler.is_compiling():
         _record.latest = -1, grid
     else:
-        _record.latest = _backward_pass(), grid
+        _record.latest = backward_pass(), grid
         _record.add(-1, grid)
     return embedded
 
 
 @torch.fx.wrap
 def _enter(x: Any, block: int) -> Any:
-    handed, kept = _record.take(2 * block - 1), kept_grid(x)
-    if kept is None and handed is None and _record.latest[0] == _backward_pass():
+    handed, own = _record.take(2 * block - 1), kept(x, "grid")
+    if own is None and handed is None and _record.latest[0] == backward_pass():
         handed = _record.latest[1]  # blocks were left out, or compiled
-    grid = handed if kept is None else kept
-    keep_grid(x, grid)
+    grid = handed if own is None else own
+    keep(x, "grid", grid)
     _record.add(2 * block, grid)
     return x
 
@@ -118,8 +96,8 @@ def _enter(x: Any, block: int) -> Any:
 @torch.fx.wrap
 def _leave(output: Any, block: int, last: bool) -> Any:
     grid = _record.take(2 * block)
-    keep_grid(output, grid)
-    if output is not None and not last and _backward_pass() == -1:  # None: the block has raised an error
+    keep(output, "grid", grid)
+    if output is not None and not last and backward_pass() == -1:  # None: the block has raised an error
         _record.add(2 * block + 1, grid)
     return output
 
@@ -165,11 +143,15 @@ class Places:
             return H, W
         if torch.compiler.is_compiling():
             return _record.latest[1]
-        grid = kept_grid(x)
+        grid = kept(x, "grid")
         if grid is None:
             grid = _record.find(2 * self.block)
-            keep_grid(x, grid)  # for later inspection
+            keep(x, "grid", grid)  # for later inspection
         return grid
+
+    def share_grid(self, x: Tensor, other: Tensor) -> None:
+        """Give another tensor the grid of the layer's input ``x``."""
+        keep(other, "grid", self.grid(x))
 
 
 def _is_dynamic(model: Any) -> bool:

@@ -21,7 +21,7 @@ WIDE, TALL = (48, 64), (64, 48)  # equally many tokens
 
 @pytest.fixture(params=["vit", "naflex"])
 def model(request) -> nn.Module:
-    naflex = dict(name="naflexvit_base_patch16_gap", img_size=None, dynamic_img_size=None)
+    naflex = dict(name="naflexvit_base_patch16_gap", img_size=None, dynamic_img_size=None, init_values=1.0)
     return open_gates(build(**(naflex if request.param == "naflex" else dict(dynamic_img_size=True))))
 
 

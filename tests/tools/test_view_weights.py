@@ -126,7 +126,8 @@ def test_a_look_is_rows_of_the_weights():
     torch.testing.assert_close(looked.maps.flatten(2), rows[..., 3:])
     torch.testing.assert_close(looked.elsewhere, rows[..., :3].sum(-1))
     torch.testing.assert_close(looked.uniform, torch.full((2,), 1 / 15))
-    captured, _ = seen_by(build(attn_layer="attn_range7", img_size=(160, 16), sharp=30), torch.randn(1, 3, 160, 16))
+    model = build(attn_layer="attn_range7", img_size=(16, 160), dynamic_img_size=True, sharp=30)
+    captured, _ = seen_by(model, torch.randn(1, 3, 160, 16))
     looked = captured["blocks.0.attn"].look(["cls", (0, 0), (5, 0)])  # 10 rows, reach of 3
     np.testing.assert_allclose(1 / looked.uniform, [11, 5, 8], rtol=1e-6)
 

@@ -55,7 +55,10 @@ class Patches(Maps):
 
     def weigh(self, queries: Sequence[Query], blank: bool = False) -> Weights:
         """See :meth:`.Maps.weigh`."""
-        return self.rows(self.weights(torch.zeros_like(self.x) if blank else None)[0], queries)
+        x = torch.zeros_like(self.x) if blank else None
+        if x is not None and getattr(self.layer, "places", None) is not None:
+            self.layer.places.share_grid(self.x, x)
+        return self.rows(self.weights(x)[0], queries)
 
     def rows(self, weights: Tensor, queries: Sequence[Query]) -> Weights:
         """Take the queries' rows from weights (M, T, T)."""
