@@ -38,11 +38,6 @@ def unit_vectors(x: Tensor) -> Tensor:
     return F.normalize(wide, dim=-1, eps=1e-8).to(x.dtype)
 
 
-def cosine_scores(query: Tensor, key: Tensor) -> Tensor:
-    """Compute cos(s_t, h_i), 0 where either vector is zero; shapes as :func:`dot_scores`."""
-    return dot_scores(unit_vectors(query), unit_vectors(key))
-
-
 def general_scores(query: Tensor, key: Tensor, weight: Tensor) -> Tensor:
     """Compute s_tᵀ W h_i.
 

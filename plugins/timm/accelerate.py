@@ -82,7 +82,7 @@ class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
         if needs_weights(attn):
             return super()._attn(x)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
-        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained, x)
         attend = TableAttention(logits, logit_scale=attn.logit_scale)
 
         def project(tokens: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ...ops import criss_cross_attention, reference
 from ..common.attention import MapAttention, checked_queries
 from ..common.checks import check_map, positive
+from ..common.untouched import has_global_hooks, untouched
 from .memory_format import add_scaled, to_channels_last
 from .relative_tables import Position, RelativeTables
 
@@ -104,22 +105,17 @@ class CrissCross(MapAttention):
         as long as reading ``x``, and joining the gradients costs as much as that sum.
         """
         layers = (self.query_conv, self.key_conv, self.value_conv)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        if not joins_products(x) or len(biases) < len(layers) or not all(map(_is_plain, layers)):
+        plain = all(untouched(layer, nn.Conv2d) and layer.bias is not None for layer in layers)
+        if not plain or has_global_hooks() or not joins_products(x):
             return [layer(x) for layer in layers]
         weight = torch.cat([layer.weight for layer in layers])
-        return F.conv2d(x, weight, torch.cat(biases)).split([len(layer.weight) for layer in layers], 1)
+        bias = torch.cat([layer.bias for layer in layers if layer.bias is not None])
+        return F.conv2d(x, weight, bias).split([len(layer.weight) for layer in layers], 1)
 
 
 def joins_products(x: Tensor) -> bool:
     """Return whether projections of ``x`` are computed together."""
     return x.is_cuda
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Return whether nobody replaced or observes a layer."""
-    hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-    return type(layer) is nn.Conv2d and not any(hooks)
 
 
 def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import Attention, Geometry
+from ..common.axis_table import axis_table
 from ..common.checks import check_map, check_range, positive
 from .memory_format import in_format_of, split_heads, to_channels_last
 from .normalised import normalise, projections
@@ -264,8 +265,8 @@ class GeneralizedAttention2d(nn.Module):
         window = Geometry((2 * radius[0] + 1, 2 * radius[1] + 1), (1, 1), radius, (1, 1))
         taps: Tensor | None = None
         if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
-            rows = self._along_window(self.appr_geom_fc_y.weight, moved, radius[0])
-            columns = self._along_window(self.appr_geom_fc_x.weight, moved, radius[1])
+            rows = self._along_window(self.appr_geom_fc_y, moved, radius[0])
+            columns = self._along_window(self.appr_geom_fc_x, moved, radius[1])
             taps = window_position_logits(rows, columns, H, W)
         return Attention(content, content_key, value, by_key=by_key, taps=taps, window=window)
 
@@ -287,10 +288,10 @@ class GeneralizedAttention2d(nn.Module):
             key = split_heads(self.key_conv(keys), self.num_heads)
         return query, key, value
 
-    def _along_window(self, weight: Tensor, query: Tensor | None, radius: int) -> Tensor:
+    def _along_window(self, projection: nn.Linear, query: Tensor | None, radius: int) -> Tensor:
         """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
-        table = self._table(weight, radius + 1, radius + 1, 1, 1)
         v = self._vector(self.geom_bias)
+        table = self._table(projection, radius + 1, radius + 1, 1, 1, v if query is None else query)
         if query is not None:
             return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
         assert v is not None
@@ -308,11 +309,11 @@ class GeneralizedAttention2d(nn.Module):
             value: (B, M, Hk, Wk, d).
         """
         logits: list[Tensor | None] = []
-        for n, (axis, table) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
+        for n, (axis, projection) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
             queries, keys = -(-x.shape[2 + n] // self.q_stride), value.shape[2 + n]
             along: Tensor | None = None
-            if table is not None and (query is not None or v is not None):
-                along = self._axis_logits(table.weight, query, v, queries, keys, axis)
+            if projection is not None and (query is not None or v is not None):
+                along = self._axis_logits(projection, query, v, queries, keys, axis)
             if self.spatial_range != -1:
                 in_range = _along(self.axis_range(queries, keys, x).unsqueeze(0), axis)
                 along = in_range if along is None else along + in_range
@@ -320,10 +321,10 @@ class GeneralizedAttention2d(nn.Module):
         return logits[0], logits[1]
 
     def _axis_logits(
-        self, weight: Tensor, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
+        self, projection: nn.Linear, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
     ) -> Tensor:
         """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on."""
-        table = self._table(weight, queries, keys, self.q_stride, self.kv_stride)
+        table = self._table(projection, queries, keys, self.q_stride, self.kv_stride, v if query is None else query)
         if query is not None:
             query = query if v is None else add_vector(query, v)
             return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
@@ -331,13 +332,16 @@ class GeneralizedAttention2d(nn.Module):
         bias = torch.einsum("md,mdn->mn", v, table)
         return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
 
-    def _table(self, weight: Tensor, queries: int, keys: int, q_stride: int, kv_stride: int) -> Tensor:
+    def _table(
+        self, projection: nn.Linear, queries: int, keys: int, q_stride: int, kv_stride: int, like: Tensor | None
+    ) -> Tensor:
         """Project the encodings of one axis's offsets in pixels, (M, d, D)."""
+        assert like is not None
         factor, width = float(self.offset_sign * self.position_magnitude), self.axis_width()
         encoding = axis_encoding(
-            queries, keys, q_stride, kv_stride, factor, width, self.wavelength, weight.device, weight.dtype
+            queries, keys, q_stride, kv_stride, factor, width, self.wavelength, like.device, like.dtype
         )
-        table = F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)  # (M, d, D)
+        table = axis_table(projection, encoding, self.num_heads)
         if self.position_factor != 1.0:
             table = table * self.position_factor
         return table

@@ -9,10 +9,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from ..common.attention import Attention
 from ..common.checks import one_of, positive
+from ..common.untouched import has_global_hooks, untouched
 from .non_local_sums import dot_products, rectified_sums
 
 Mode = Literal["gaussian", "embedded_gaussian", "dot_product", "concatenation"]
@@ -107,6 +109,10 @@ class NonLocalBlock(nn.Module):
         q, k, v = query.flatten(1, 3), key.flatten(1, 3), value.flatten(1, 3)
         if self.concat_project is None:
             attended = dot_products(q, k, v)
+        elif has_global_hooks() or not untouched(self.concat_project, nn.Conv2d):
+            pairs = q.unsqueeze(2).expand(-1, -1, k.shape[1], -1), k.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+            logits = self.concat_project(torch.cat(pairs, 3).permute(0, 3, 1, 2)).squeeze(1)
+            attended = logits.relu().div(k.shape[1]).to(v.dtype).matmul(v)
         else:
             of_query, of_key = self.concat_project.weight.view(2, self.width).unbind()
             attended = rectified_sums(q.matmul(of_query), k.matmul(of_key), v)

@@ -284,7 +284,9 @@ class MultiheadSpatialAttention(SequenceAttention):
     ) -> Tensor:
         """Compute ε2 of ``query`` plus ε4 of ``v``, or one of them."""
         assert self.position_proj is not None
-        table = split_heads(self._encodings(self.position_proj, reach, cache).unsqueeze(0), self.num_heads)[0]
+        like = v if query is None else query
+        assert like is not None
+        table = split_heads(self._encodings(self.position_proj, reach, cache, like).unsqueeze(0), self.num_heads)[0]
         v = None if v is None else self._scaled(v)
         if query is not None:
             query = query if v is None else query + v.unsqueeze(1)
@@ -294,23 +296,22 @@ class MultiheadSpatialAttention(SequenceAttention):
         band = torch.einsum("md,mkd->mk", v.to(table.dtype), table)
         return band[None, :, None].expand(-1, -1, T, -1)
 
-    def _encodings(self, projection: nn.Linear, reach: int, cache: SequenceCache | None) -> Tensor:
+    def _encodings(self, projection: nn.Linear, reach: int, cache: SequenceCache | None, like: Tensor) -> Tensor:
         """Compute R, the projected encodings of the offsets -reach ... reach, or ... 0 with ``causal``: (K, C)."""
         if cache is None:
-            return self._encoded(projection, reach)
+            return self._encoded(projection, reach, like)
         known = -1
         if cache.table is not None:
             known = len(cache.table) - 1 if self.causal else len(cache.table) // 2
         if cache.table is None or known < reach:
             known = max(2 * reach, 32)  # grow geometrically, so that few steps need a new table
-            cache.table = self._encoded(projection, known)
+            cache.table = self._encoded(projection, known, like)
         return cache.table[known - reach : known + 1 + (0 if self.causal else reach)]
 
-    def _encoded(self, projection: nn.Linear, reach: int) -> Tensor:
-        weight = projection.weight
-        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        offsets = torch.arange(-reach, 1 if self.causal else reach + 1, device=weight.device, dtype=dtype)
-        return projection(sine_encoding(offsets, self.embed_dim).to(weight.dtype))
+    def _encoded(self, projection: nn.Linear, reach: int, like: Tensor) -> Tensor:
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+        offsets = torch.arange(-reach, 1 if self.causal else reach + 1, device=like.device, dtype=dtype)
+        return projection(sine_encoding(offsets, self.embed_dim).to(like.dtype))
 
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.scale == 1 else tensor * self.scale

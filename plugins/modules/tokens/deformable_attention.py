@@ -38,9 +38,10 @@ class SampledSaliency(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         """Load a checkpoint without the parameters of ε3 strictly, leaving these parameters unchanged."""
         if self.key_saliency is not None and self.gate is not None:
-            added = {f"{prefix}gate": self.gate, f"{prefix}key_saliency.weight": self.key_saliency.weight}
+            own = self.state_dict().items()
+            added = {prefix + name: kept for name, kept in own if name.split(".")[0] in ("gate", "key_saliency")}
             if added.keys().isdisjoint(state_dict):
-                state_dict.update({name: own.detach() for name, own in added.items()})
+                state_dict.update(added)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

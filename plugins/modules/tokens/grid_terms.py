@@ -28,6 +28,7 @@ from ...terms.nonlocal_position import (
 from ...terms.relative_position import axis_encoding, relative_logits
 from ...terms.saliency import key_saliency
 from ...terms.window import shared_axis_window, window_position_logits
+from ..common.axis_table import axis_table
 from ..common.checks import check_range, one_of
 
 Grid = tuple[int, int]
@@ -138,7 +139,7 @@ class GridTerms(nn.Module):
         assert self.column_table is not None
         moved = moved.expand(-1, -1, *grid, -1)
         rows, columns = (
-            relative_logits(moved, self._table(table.weight, n), n, axis)
+            relative_logits(moved, self._table(table, n, moved), n, axis)
             for table, n, axis in zip((self.row_table, self.column_table), grid, ("row", "column"))
         )
         return rows, columns
@@ -224,7 +225,7 @@ class GridTerms(nn.Module):
         if self.row_table is not None and self.column_table is not None:
             moved = self._position_query(q)
             rows, columns = (
-                torch.einsum("bmhwd,mdn->bmhwn", moved, self._table(table.weight, r + 1))
+                torch.einsum("bmhwd,mdn->bmhwn", moved, self._table(table, r + 1, moved))
                 for table, r in zip((self.row_table, self.column_table), radius)
             )
             logits = window_position_logits(rows, columns, H, W)
@@ -256,10 +257,10 @@ class GridTerms(nn.Module):
             moved = moved + (self.scale * self._heads(self.position))[:, None, None]
         return moved * self._gate(3)
 
-    def _table(self, weight: Tensor, size: int) -> Tensor:
+    def _table(self, projection: nn.Linear, size: int, like: Tensor) -> Tensor:
         """Project the encodings of the offsets among ``size`` rows or columns, (M, d, 2 * size - 1)."""
-        encoding = axis_encoding(size, size, 1, 1, 1.0, self.embed_dim, 10000.0, weight.device, weight.dtype)
-        return F.linear(encoding, weight).unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0)
+        encoding = axis_encoding(size, size, 1, 1, 1.0, self.embed_dim, 10000.0, like.device, like.dtype)
+        return axis_table(projection, encoding, self.num_heads)
 
     def _predicted(self, x: Tensor) -> Tensor:
         """Predict f(x), with the value outside last, (B, M, N, k * k + 1)."""

@@ -293,7 +293,8 @@ class WindowSelfAttention(GridTerms):
 
     def _offset_table(self) -> Tensor | None:
         if self.cpb_mlp is not None:
-            return predicted_table(self.cpb_mlp, self.window_size, self.pretrained_window_size)
+            assert self.logit_scale is not None
+            return predicted_table(self.cpb_mlp, self.window_size, self.pretrained_window_size, self.logit_scale)
         return self.relative_position_bias_table
 
     def _attention(self, by_axes: bool) -> Attend:

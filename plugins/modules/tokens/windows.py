@@ -19,6 +19,7 @@ from ...terms.position_table import table_logits
 from ...terms.remembered import remembered
 from ...terms.window import shifted_window_masks, shifted_window_segments
 from ..common.attention import Attention, checked_queries
+from ..common.untouched import untouched
 from .token_moves import inverse, reorder, split_heads
 
 Pair = tuple[int, int]
@@ -139,8 +140,9 @@ def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor |
 def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Tensor | None) -> Tensor:
     """Apply Swin V2's projection, whose keys have no bias: (n, N, C) -> (n, N, 3 * M * d)."""
     if q_bias is None or v_bias is None:
-        return F.linear(tokens, qkv.weight)
-    return F.linear(tokens, qkv.weight, torch.cat((q_bias, torch.zeros_like(q_bias), v_bias)))
+        return qkv(tokens)
+    bias = torch.cat((q_bias, torch.zeros_like(q_bias), v_bias))
+    return F.linear(tokens, qkv.weight, bias) if untouched(qkv, nn.Linear) else qkv(tokens) + bias
 
 
 def needs_weights(stock: Any) -> bool:
@@ -151,22 +153,22 @@ def needs_weights(stock: Any) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in observed)
 
 
-def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None, like: Tensor) -> Tensor:
     """Compute Swin V2's position logits, (M, N, N), from its network ``cpb_mlp``.
 
     Args:
         net: Network from coordinates (..., 2) to one number per head.
         window: (Wh, Ww).
         pretrained: The window that offsets are scaled by; None for ``window``.
+        like: Tensor of the coordinates' device and dtype, as the network may have no parameters before it is called.
     """
-    return table_logits(predicted_table(net, window, pretrained), window)
+    return table_logits(predicted_table(net, window, pretrained, like), window)
 
 
-def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None = None) -> Tensor:
+def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None, like: Tensor) -> Tensor:
     """Compute the table over offsets for :func:`predicted_logits`, ((2 Wh - 1) * (2 Ww - 1), M)."""
-    weight = next(net.parameters())
     pretrained = window if pretrained is None else pretrained
-    return bounded_logits(net(_coordinates(window, pretrained, weight.device, weight.dtype)))
+    return bounded_logits(net(_coordinates(window, pretrained, like.device, like.dtype)))
 
 
 @remembered

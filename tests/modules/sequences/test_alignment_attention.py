@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import AlignmentAttention
-from attn_plugins.terms import alignment as terms
+from attn_plugins.modules.sequences.alignment_attention import CosineScore
 
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
 
@@ -109,9 +109,10 @@ def test_a_source_of_padding_alone_gives_zeros(score):
 
 def test_half_cosine_of_long_vectors_does_not_overflow():
     x = torch.full((1, 2, 16), 300.0, dtype=torch.float16)  # its square exceeds float16's 65504
-    scores = terms.cosine_scores(x, -x)
+    score = CosineScore(16, 16)
+    scores = score(x, score.project_keys(-x))
     torch.testing.assert_close(scores, torch.full((1, 2, 2), -1.0, dtype=torch.float16), rtol=2e-3, atol=0)
-    assert not terms.cosine_scores(torch.zeros(1, 2, 16), x.float()).any()
+    assert not score(torch.zeros(1, 2, 16), score.project_keys(x.float())).any()
 
 
 def test_bad_inputs():
