@@ -15,7 +15,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
-from ..modules.common.kept import in_backward, keep, kept
+from ..modules.common.kept import backward_pass, keep, kept
 from ..modules.tokens.deformable_attention import SampledSaliency
 from .transformer import deformable_forward
 
@@ -215,7 +215,8 @@ class Grids:
         if torch.compiler.is_compiling():
             return
         tensors = [*inputs, *keywords.values()]
-        seen = next(filter(None, (kept(x, "maps") for x in tensors)), self.seen) if in_backward() else self.seen
+        repeated = backward_pass() != -1
+        seen = next(filter(None, (kept(x, "maps") for x in tensors if repeated)), self.seen)
         for x in tensors:
             keep(x, "maps", seen)
         self._calls.running.append(seen)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 def keep(x: Any, name: str, value: Any) -> None:
-    """Keep ``value`` with the storage of ``x``, if that is a tensor with a storage."""
-    storage = _storage(x)
+    """Keep ``value`` with the storage of ``x``, if that is a tensor with a storage; None changes nothing."""
+    storage = _storage(x) if value is not None else None
     if storage is not None:
         setattr(storage, f"_attn_plugins_{name}", value)
 
@@ -24,9 +24,9 @@ def kept(x: Any, name: str) -> Any:
     return getattr(_storage(x), f"_attn_plugins_{name}", None)
 
 
-def in_backward() -> bool:
-    """Return whether autograd runs a backward pass in this thread, in which checkpointing repeats layers."""
-    return torch._C._current_graph_task_id() != -1
+def backward_pass() -> int:
+    """Return the number of the backward pass that runs in this thread, in which checkpointing repeats layers, or -1."""
+    return torch._C._current_graph_task_id()
 
 
 def _storage(x: Any) -> Any:
