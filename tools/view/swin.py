@@ -87,7 +87,7 @@ class StockWindows:
         if not self.second:
             return TableAttention(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
-        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained)
+        logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained, attn.logit_scale)
         return TableAttention(logits, logit_scale=attn.logit_scale)
 
     def _project(self, tokens: Tensor) -> Tensor:
