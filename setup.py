@@ -146,7 +146,7 @@ setup(
     version=version(),
     packages=[f"attn_plugins{name}" for name in PACKAGES],
     package_dir={"attn_plugins": "plugins"},
-    package_data={"attn_plugins": ["py.typed", "ops/common/tuned.json", "install/requirements/*.txt"]},
+    package_data={"attn_plugins": ["py.typed", "install/requirements/*.txt"]},
     zip_safe=False,
     **build_arguments(),
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -80,12 +82,10 @@ def test_a_forced_backend_that_refuses_or_is_unknown_is_an_error():
     operator(*args, **kwargs)  # no backend is forced any more
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_forced_backend_computes_the_gradient_too(name, monkeypatch):
-    operator, args, kwargs = CALLS[name]
-    args = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
-    seen = []
-    choose = backends.choose
+@pytest.fixture
+def seen(monkeypatch):
+    """Backends that are chosen, and whether for a backward."""
+    seen, choose = [], backends.choose
 
     def spy(name, table, terms, options, backward=False):
         chosen = choose(name, table, terms, options, backward)
@@ -93,9 +93,41 @@ def test_a_forced_backend_computes_the_gradient_too(name, monkeypatch):
         return chosen
 
     monkeypatch.setattr(backends, "choose", spy)
+    return seen
+
+
+def _gradients(output, leaves, around=contextlib.nullcontext):
+    with around():
+        grads = torch.autograd.grad(output.square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+
+
+@pytest.mark.parametrize("around", [contextlib.nullcontext, lambda: backend("reference")], ids=["nothing", "reference"])
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_forced_backend_computes_the_gradients_too(name, elsewhere, around, seen):
+    """Whichever thread they are computed in, as CUDA's are in autograd's own, and after the ``with`` block as well."""
+    operator, args, kwargs = CALLS[name]
+    args = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
+    leaves = [t for t in args if isinstance(t, torch.Tensor)]
     with backend("torch"):
-        operator(*args, **kwargs).sum().backward()
-    assert seen == [("torch", False), ("torch", True)]
+        output = operator(*args, **kwargs)
+    if elsewhere:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(_gradients, output, leaves, around).result()
+    else:
+        _gradients(output, leaves, around)
+    assert seen == [("torch", False)] + [("torch", True)] * 2  # the second gradient passes the output again
+
+
+@compiled
+@pytest.mark.parametrize("before", [contextlib.nullcontext, lambda: backend("cpu")], ids=["nothing", "cpu"])
+def test_a_backend_that_is_forced_around_the_backward_computes_it(before, seen):
+    query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    with before():
+        output = sequence_attention(query, key, value)
+    _gradients(output, [query, key, value], lambda: backend("torch"))
+    assert seen == [("cpu", False)] + [("torch", True)] * 2
 
 
 def test_a_refusal_is_logged_once(caplog):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from attn_plugins.ops.common import backends, plans, tuned
+from attn_plugins.ops.common import backends, plans
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
@@ -59,16 +59,6 @@ def test_a_plan_is_of_one_kind_of_call():
             expected = ops.sequence_attention(**calls[n])
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
     assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 6
-
-
-def test_blocks_that_are_tried_are_no_plan(monkeypatch):
-    call = [randn(1, 1, 3, 4, seed=seed) for seed in range(3)]
-    for _ in range(2):
-        with backends.backend("triton"):
-            ops.sequence_attention(*call)
-    with tuned.trying("sequence_attention/tf32/64/forward", (16, 16, 4, 1)), backends.backend("triton"):
-        monkeypatch.setattr(plans.Plan, "repeat", None)
-        ops.sequence_attention(*call)
 
 
 def test_no_more_kinds_are_kept_than_there_is_room_for(monkeypatch):

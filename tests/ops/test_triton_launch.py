@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,12 @@ def test_the_interpreter_takes_tensors_of_the_cpu():
         assert "are on meta" in triton_launch.refusal(torch.zeros(1, device="meta"))
         with triton_launch.recorded():
             assert triton_launch.refusal(torch.zeros(1, device="meta")) is None
+
+
+def test_launches_are_recorded_in_one_thread():
+    with triton_launch.recorded(), ThreadPoolExecutor(1) as pool:
+        assert triton_launch.recording()
+        assert not pool.submit(triton_launch.recording).result()
 
 
 def test_without_triton(monkeypatch):

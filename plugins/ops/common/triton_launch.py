@@ -15,6 +15,7 @@ import contextlib
 import os
 import shutil
 import sysconfig
+import threading
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from importlib.util import find_spec
@@ -25,7 +26,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from . import backends, plans, tuned
+from . import backends, plans
 
 NAME = "triton"
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
@@ -48,29 +49,32 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
 
 
-_recording: list[Launch] | None = None
-_recorded_capability = OLDEST_CAPABILITY
+class _State(threading.local):
+    recording: list[Launch] | None = None
+    capability = OLDEST_CAPABILITY
+
+
+_state = _State()
 
 
 @contextlib.contextmanager
 def recorded(capability: tuple[int, int] = OLDEST_CAPABILITY) -> Iterator[list[Launch]]:
-    """Record launches in a list instead of running them: the kernel variants that a call needs, without a device.
+    """Record this thread's launches instead of running them: the kernel variants that a call needs, without a device.
 
     Args:
         capability: Of the device that tiles are chosen for.
     """
-    global _recording, _recorded_capability
-    before = _recording, _recorded_capability
-    _recording, _recorded_capability = [], capability
+    before = _state.recording, _state.capability
+    _state.recording, _state.capability = launches, _ = [], capability
     try:
-        yield _recording
+        yield launches
     finally:
-        _recording, _recorded_capability = before
+        _state.recording, _state.capability = before
 
 
 def recording() -> bool:
     """Return True within :func:`recorded`, where a kernel's results are not written."""
-    return _recording is not None
+    return _state.recording is not None
 
 
 def interpreted() -> bool:
@@ -116,8 +120,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **c
         **constants: ``tl.constexpr`` parameters and Triton's own, such as ``num_warps``.
     """
     args = tuple([arguments[name] for name in kernel.arg_names if name not in constants])
-    if _recording is not None:
-        _recording.append(Launch(kernel, grid, args, constants))
+    if _state.recording is not None:
+        _state.recording.append(Launch(kernel, grid, args, constants))
     elif all(grid):
         with torch.cuda.device_of(args[0]):
             plans.launched(*_run(kernel, grid, args, constants))
@@ -146,7 +150,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
 def state(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what launches for ``tensor`` depend on beside arguments, or None where no plan is to be made of them."""
     forced = backends.forced()
-    if not (tensor.is_cuda or forced == NAME) or _recording is not None or tuned.tries():
+    if not (tensor.is_cuda or forced == NAME) or recording():
         return None
     exact = tensor.dtype != torch.float32 or not _tf32_is_allowed()
     return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
@@ -216,13 +220,13 @@ def upcast(dtype: torch.dtype) -> bool:
 
 def factors_in_shared_memory(tensor: Tensor) -> bool:
     """Return True where tensor cores read factors from shared memory (9.0 to 11.x); elsewhere they take registers."""
-    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _recorded_capability
+    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _state.capability
     return 9 <= capability[0] < 12
 
 
 def hopper(tensor: Tensor) -> bool:
     """Return True on devices of capability 9.x, whose tiles were chosen by times; those of others, by registers."""
-    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _recorded_capability
+    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _state.capability
     return capability[0] == 9
 
 

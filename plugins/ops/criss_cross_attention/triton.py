@@ -23,7 +23,6 @@ from torch import Tensor
 
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
-from ..common.tuned import tuned
 from .operands import Options, Terms
 from .torch import empty, packed
 
@@ -173,7 +172,6 @@ class _Launches:
         blocks = (BLOCKS if triton_launch.hopper(self.terms[2]) else OTHER_BLOCKS)[kernel]
         if self.constants["D"] > 64:
             blocks = blocks._replace(warps=8)
-        blocks = tuned(f"criss_cross_attention/half/{kernel}", self.terms[2].device, blocks)
         return blocks._replace(channels=min(blocks.channels, triton_launch.power_of_two(self.shape[4])))
 
     def add(

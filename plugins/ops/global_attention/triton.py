@@ -16,7 +16,6 @@ from torch import Tensor
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
-from ..common.tuned import tuned
 from . import sdpa
 from .operands import Options, Terms
 
@@ -149,7 +148,6 @@ def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Bl
         block = SMALLER_BLOCKS.get(key, block)
     if not triton_launch.hopper(tensor):
         block = SMALLER_FLOAT_BLOCKS.get(key, block)
-    block = tuned(f"global_attention/{key[1]}/{key[2]}/{kernel}", tensor.device, block)
     if both and kernel == "query_gradients" and shape.Wk > block.keys:
         return block._replace(keys=min(block.keys, 32))  # gradients of rows in pieces want registers
     return block

@@ -17,7 +17,6 @@ from torch import Tensor
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
-from ..common.tuned import tuned_parts
 from .operands import Options, Terms
 from .torch import band_reach
 
@@ -117,8 +116,8 @@ class Call:
             M=self.M, T=self.T, S=self.S, K=self.K, left=left, start=start, scale=float(options.scale),
             period=1 if ids is None else ids.shape[0], padding_b=0 if padding is None else padding.stride(0),
         )  # fmt: skip
-        self.arithmetic, self.device, self.itemsize = _arithmetic(terms.value), terms.value.device, dtype.itemsize
-        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[self.arithmetic]
+        self.device, self.itemsize = terms.value.device, dtype.itemsize
+        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
         self.constants = dict(
             D=self.d,
             DV=self.dv,
@@ -133,8 +132,7 @@ class Call:
     def tiles(self) -> tuple[Tile, ...]:
         """Tiles of the forward, and of the gradients of queries, keys and position logits."""
         width = next(width for width in self.of_widths if max(self.d, self.dv) <= width)
-        name = f"sequence_attention/{self.arithmetic}/{width}"
-        return tuned_parts(name, self.device, ("forward", "queries", "keys", "position"), self.of_widths[width])
+        return self.of_widths[width]
 
     def run(
         self,
