@@ -173,7 +173,7 @@ class LocalBilateralConv2d(MapAttention):
         top, left = self.first_centre
         down, right = self.stride
         x = x[:, :, top : top + (Hq - 1) * down + 1 : down, left : left + (Wq - 1) * right + 1 : right]
-        return x.contiguous(memory_format=torch.channels_last)
+        return to_channels_last(x)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, num_heads={self.num_heads}"
