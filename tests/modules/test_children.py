@@ -124,8 +124,28 @@ def test_a_check_reads_only_what_a_call_would():
     replaced.forward = lambda x: x
     eight_bits = copy.deepcopy(plain)
     eight_bits.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.uint8), requires_grad=False)
-    for child in (hooked, replaced, eight_bits, copy.deepcopy(plain).to("meta"), Adapted(plain), nn.Identity()):
+    for child in (hooked, replaced, eight_bits, copy.deepcopy(plain).to("meta"), Adapted(plain), nn.Sequential()):
         checks.check_fits("x", x, child)
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """Return a mesh of this process alone."""
+    pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="FSDP2 is not in this torch")
+    store = f"file://{tmp_path_factory.mktemp('group')}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", PROJECTING)
+def test_sharded_projections(name, mesh):
+    """With FSDP2 around each projection, its weight is a DTensor outside of its calls."""
+    module = made(name)
+    expected = called(module, name)
+    for _, _, child in list(projections(module)):
+        torch.distributed.fsdp.fully_shard(child, mesh=mesh)
+    torch.testing.assert_close(called(module, name), expected)
 
 
 # --- mmcv's layers ----------------------------------------------------------------------------------------------------

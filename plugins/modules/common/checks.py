@@ -25,7 +25,6 @@ __all__ = [
     "odd_pair",
     "one_of",
     "pair",
-    "plain_weight",
     "positive",
 ]
 
@@ -68,7 +67,7 @@ def check_range(name: str, n_k: int) -> None:
         raise ValueError(f"{name} must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
 
 
-def plain_weight(child: nn.Module | Tensor) -> Tensor | None:
+def _plain_weight(child: nn.Module | Tensor) -> Tensor | None:
     """Return the weight that a layer computes with, or None if only a call of the layer can tell.
 
     Quantised, offloaded, adapted or sharded layers may have no weight before they are called, or one of another dtype.
@@ -78,7 +77,7 @@ def plain_weight(child: nn.Module | Tensor) -> Tensor | None:
         if not untouched(child, type(child)):
             return None
         if isinstance(child, nn.Sequential):
-            return plain_weight(child[0])
+            return _plain_weight(child[0]) if len(child) else None
         if type(child) not in PLAIN:
             return None
         weight = child.weight
@@ -91,7 +90,7 @@ def check_fits(name: str, x: Tensor, child: nn.Module | Tensor, owner: str = "mo
 
     Under autocast the dtype may differ.
     """
-    weight = plain_weight(child)
+    weight = _plain_weight(child)
     if weight is None:
         return
     if x.device != weight.device:

@@ -91,5 +91,7 @@ def test_one_product_projects(position, monkeypatch):
         torch.testing.assert_close(torch.autograd.grad(output.sum(), list(module.parameters())), grads)
         assert len(calls) == hooked
     hook.remove()
-    module.key_conv.__class__ = Negated
+    key_conv, module.key_conv = module.key_conv, nn.Sequential(module.key_conv)  # without weight and bias
+    torch.testing.assert_close(module(x), expected)
+    key_conv.__class__ = Negated
     assert not torch.allclose(module(x), expected)
