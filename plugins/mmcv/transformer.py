@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from mmengine.utils import deprecated_api_warning
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from ..modules.common.untouched import has_global_hooks, untouched
 from ..modules.tokens.deformable_attention import attend
 
 
@@ -77,14 +78,14 @@ def multihead_forward(
     key = key if key_pos is None else key + key_pos
     if self.batch_first:  # the inner layer expects the batch as second axis
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-    masks = dict(attn_mask=attn_mask, key_padding_mask=key_padding_mask)
-    output = self.attn(query, key, value, need_weights=_weights_observed(self.attn), **masks)[0]
+    inputs = dict(query=query, key=key, value=value, attn_mask=attn_mask, key_padding_mask=key_padding_mask)
+    weights = {} if _observed(self.attn) else dict(need_weights=False)
+    output = self.attn(**inputs, **weights)[0]
     if self.batch_first:
         output = output.transpose(0, 1)
     return identity + self.dropout_layer(self.proj_drop(output))
 
 
-def _weights_observed(attention: Any) -> bool:
-    """Return True if a hook reads the weights or the inner layer is not torch's own class."""
-    hooks = attention._forward_hooks or torch_module._global_forward_hooks
-    return bool(hooks) or type(attention) is not nn.MultiheadAttention
+def _observed(attention: Any) -> bool:
+    """Return whether somebody sees how the inner layer is called, or its weights, or its products while traced."""
+    return torch.jit.is_tracing() or has_global_hooks() or not untouched(attention, nn.MultiheadAttention)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..autoload import after_import
+from ..modules.common.untouched import untouched
 from ..modules.tokens.windows import TableAttention, in_windows, needs_weights
 from ..terms.position_table import table_logits
 
@@ -27,14 +28,15 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
     """Create the ``forward`` that replaces ``stock``.
 
     Args:
-        stock: The toolkit's ``forward``, used for dropout of weights, hooks on weights or another inner layer.
+        stock: The toolkit's ``forward``, used for dropout of weights, and if the inner layer is another one, or it or a
+            part of it has hooks or its own ``forward``.
         inner: The toolkit's ``WindowMSA``.
     """
 
     def forward(self: Any, query: Tensor, hw_shape: Sequence[int]) -> Tensor:
         """Attend within windows; tokens are (B, H * W, C) with ``hw_shape`` (H, W)."""
         attn: Any = self.w_msa
-        if type(attn) is not inner or needs_weights(attn):
+        if needs_weights(attn, inner) or not all(untouched(part, type(part)) for part in attn.children()):
             return stock(self, query, hw_shape)
         B, L, C = query.shape
         H, W = hw_shape
