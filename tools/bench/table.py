@@ -256,7 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
     }
     for file in sorted(options.benchmarks.glob("*.json")):
         data = results.read(file)
-        if data is not None and {"benchmark", "load"} <= data.keys() and "patterns" not in data:  # not by tools.figures
+        if data is not None and {"benchmark", "load"} <= data.keys() and "patterns" not in data:  # of version 0.2.0
             pages[file.with_suffix(".md")] = lambda data=data: report.page(data)
     for page, write in pages.items():
         try:

@@ -1,7 +1,4 @@
-"""TimeSformer's patterns, one after another in turn: forward passes and training steps of a small model.
-
-``python -m tools.figures space_time`` shows these times beside the counted operations.
-"""
+"""TimeSformer's patterns, one after another in turn: forward passes and training steps of a small model."""
 
 from __future__ import annotations
 

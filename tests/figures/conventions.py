@@ -1,7 +1,4 @@
-"""Counting of operations: by torch's flop counter on shapes alone, then by the convention of a paper.
-
-A convention is a function of the counted calls; all of them are in this file.
-"""
+"""Counting of operations: by torch's flop counter on shapes alone, then by the convention of a paper."""
 
 from __future__ import annotations
 

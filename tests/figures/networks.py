@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.figures.conventions import Call, calls, parameters
 from tools.logs import quiet
-
-from . import convention
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PROPOSALS = 1000  # inputs of Faster R-CNN's second stage, in the paper and in mmdet
@@ -32,7 +31,7 @@ class _Detector(nn.Module):
         return scores[0]
 
 
-def detector(config: str, height: int = 800, width: int = 1344) -> tuple[int, list[convention.Call]]:
+def detector(config: str, height: int = 800, width: int = 1344) -> tuple[int, list[Call]]:
     """Count the parameters of a detector in ``configs/mmdet``, and record its calls for one image.
 
     800×1333 pixels are padded to 800×1344.
@@ -44,10 +43,10 @@ def detector(config: str, height: int = 800, width: int = 1344) -> tuple[int, li
     model.backbone.init_cfg = None
     with torch.device("meta"):
         network = _Detector(MODELS.build(model))
-    return convention.parameters(network), convention.calls(network, 1, 3, height, width)
+    return parameters(network), calls(network, 1, 3, height, width)
 
 
-def segmentor(config: str, height: int = 768, width: int = 768) -> list[convention.Call]:
+def segmentor(config: str, height: int = 768, width: int = 768) -> list[Call]:
     """Record the calls of a segmentor in ``configs/mmseg`` for one image."""
     from mmengine.config import Config
     from mmseg.registry import MODELS
@@ -57,7 +56,7 @@ def segmentor(config: str, height: int = 768, width: int = 768) -> list[conventi
     model.backbone.norm_cfg = model.decode_head.norm_cfg = dict(type="BN")  # SyncBN runs only on GPUs
     with torch.device("meta"):
         network = MODELS.build(model)
-    return convention.calls(network, 1, 3, height, width)
+    return calls(network, 1, 3, height, width)
 
 
 class _Translator(nn.Module):
@@ -73,7 +72,7 @@ class _Translator(nn.Module):
         return self.model(words, lengths, words)[0]
 
 
-def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **options: Any) -> list[convention.Call]:
+def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **options: Any) -> list[Call]:
     """Record the calls of a Transformer for a sentence and its translation, except those of the output layer.
 
     ``options`` are those of ``spatial_transformer``, such as ``encoder_attention='0110'``.
@@ -94,5 +93,5 @@ def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **optio
     task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = ARCH_MODEL_REGISTRY[arch].build_model(args, task)
     model.make_generation_fast_()  # otherwise the last layer returns its weights
-    recorded = convention.calls(_Translator(model, word), 1, tokens)
+    recorded = calls(_Translator(model, word), 1, tokens)
     return [call for call in recorded if not call.module.endswith(".output_projection")]

@@ -1,1 +1,0 @@
-"""Comparison of the papers' figures that only depend on the architecture with those of our models."""
