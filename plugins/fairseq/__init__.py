@@ -8,7 +8,7 @@ the task ``captioning``, the criteria ``self_critical`` and ``doubly_stochastic_
 ``torch.load`` (>= 2.6) accepts only tensors and plain containers by default. This package declares the other types in
 fairseq's checkpoints safe (``argparse.Namespace``, and the types that distributed processes exchange when they resume),
 so that ``fairseq-generate`` and ``fairseq-train`` work with safe loading. ``numpy2`` repairs data sets that fail under
-numpy 2.
+numpy 2, ``console_log`` the log of the console scripts beside iopath.
 
 If the hook of ``attn_plugins.autoload`` is off, fairseq rejects the folder's name and asks for a unique one. In that
 case pass a symbolic link to the folder under another name as ``--user-dir``.
@@ -25,7 +25,7 @@ from fairseq.distributed import utils as distributed_utils
 from omegaconf import AnyNode, DictConfig, ListConfig
 from omegaconf.base import ContainerMetadata, Metadata
 
-from attn_plugins.fairseq import numpy2
+from attn_plugins.fairseq import console_log, numpy2
 
 # Importing registers the models, the task and the criteria.
 if __name__ == "attn_plugins.fairseq":
@@ -45,6 +45,7 @@ else:  # imported under another name through a symbolic link
     import attn_plugins.fairseq  # noqa: F401
 
 numpy2.repair()
+console_log.repair()
 if hasattr(torch.serialization, "add_safe_globals"):  # torch >= 2.4; older versions load all types
     # When several processes resume, the first one sends the options and the tensors' placeholders to the others.
     options = [DictConfig, ListConfig, AnyNode, ContainerMetadata, Metadata, defaultdict, dict, list, int, Any]

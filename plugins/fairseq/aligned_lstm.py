@@ -20,6 +20,7 @@ Shapes: B sentences, T target tokens, S source tokens, C channels; fairseq store
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from contextvars import ContextVar
 from typing import Any, Literal, get_args
 
 import torch
@@ -30,10 +31,15 @@ from torch import Tensor, nn
 
 from ..modules import AlignmentAttention
 from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES, AlignmentScore
+from .registries import forget
+
+forget(__name__)
 
 IncrementalState = dict[str, dict[str, Tensor | None]]
 Recurrence = Literal["luong", "bahdanau"]
 RECURRENCES: tuple[Recurrence, ...] = get_args(Recurrence)
+# Projected keys of the call in progress, for attention that fairseq's decoder calls without them.
+_KEYS: ContextVar[Tensor | None] = ContextVar("alignment keys", default=None)
 
 
 @register_model("aligned_lstm")
@@ -130,14 +136,13 @@ class AlignedLSTMEncoder(LSTMEncoder):
 
 
 class AlignmentContext(nn.Module):
-    """Adapter of :class:`AlignmentAttention` to fairseq's shapes, which caches the projected keys of the source."""
+    """Adapter of :class:`AlignmentAttention` to fairseq's shapes."""
 
     def __init__(
         self, score: AlignmentScore, query_channels: int, source_channels: int, hidden_channels: int | None
     ) -> None:
         super().__init__()
         self.attention = AlignmentAttention(score, query_channels, source_channels, hidden_channels)
-        self.keys: Tensor | None = None
 
     def project_keys(self, source: Tensor) -> Tensor:
         """Project the source (S, B, C) to keys (S, B, ·); scores without a projection return ``source`` itself."""
@@ -145,7 +150,8 @@ class AlignmentContext(nn.Module):
 
     def forward(self, state: Tensor, source: Tensor, key_padding_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Attend from s (B, C_s) to h (S, B, C_h) with a mask (S, B); returns c_t (B, C_h) and α_t (S, B)."""
-        keys = self.project_keys(source) if self.keys is None else self.keys
+        keys = _KEYS.get()
+        keys = self.project_keys(source) if keys is None else keys
         mask = None if key_padding_mask is None else key_padding_mask.t()
         context, alignment = self.attention(state.unsqueeze(1), source.transpose(0, 1), mask, keys.transpose(0, 1))
         return context.squeeze(1), alignment.squeeze(1).t()
@@ -185,11 +191,11 @@ class AlignedLSTMDecoder(LSTMDecoder):
         source = encoder_out[0]
         cached = self.get_incremental_state(incremental_state, "alignment_keys")
         keys = self.attention.project_keys(source) if cached is None else cached["keys"]
-        self.attention.keys = keys
+        token = _KEYS.set(keys)
         try:
             features = self.decode(prev_output_tokens, encoder_out, incremental_state)
         finally:
-            self.attention.keys = None
+            _KEYS.reset(token)
         # Set last, because fairseq's decoder treats a non-empty state as a later step.
         if incremental_state is not None and keys is not source:
             self.set_incremental_state(incremental_state, "alignment_keys", {"keys": keys})

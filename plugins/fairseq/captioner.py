@@ -264,7 +264,7 @@ class StepwiseDecoder(FairseqIncrementalDecoder):
             self.set_incremental_state(incremental_state, "decoder", kept)
         shown = {SEEN[name]: torch.stack(layers) for name, layers in weights.items()}
         # The key "attn" is not used, because fairseq reads it as weights of src_tokens.
-        return (features if features_only else self.output_layer(features)), {"attn": [None], "weights": shown}
+        return (features if features_only else self.output_layer(features)), {"attn": None, "weights": shown}
 
     def extract_features(
         self,

@@ -36,6 +36,9 @@ from ..captioning.caption_files import (
 )
 from ..captioning.region_features import RegionFeatures
 from .captioning_dataset import CaptionedImage, CaptioningDataset
+from .registries import forget
+
+forget(__name__)
 
 logger = logging.getLogger(__name__)
 MANY_UNKNOWN = 0.25  # share of a split's words; rare words are 1 % in COCO and more in a small set

@@ -19,6 +19,9 @@ from ..modules import GatedConvBlock, Modality
 from ..modules.captioning.gated_conv import NormalisedConv1d
 from .captioner import set_sizes
 from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .registries import forget
+
+forget(__name__)
 
 BASE = {"embed_dim": 512, "layers": 3, "kernel_size": 5}
 

@@ -19,6 +19,9 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from ..modules.captioning.show_attend_tell import doubly_stochastic_penalty
+from .registries import forget
+
+forget(__name__)
 
 
 @dataclass
@@ -51,7 +54,6 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         if not 0 <= doubly_stochastic_weight < float("inf"):
             raise ValueError(f"--doubly-stochastic-weight must be at least 0, got {doubly_stochastic_weight}")
         self.weight = doubly_stochastic_weight
-        self._penalty: Tensor | None = None
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """Return the loss, the divisor that fairseq applies to it, and the values to log.
@@ -59,9 +61,9 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         Raises:
             ValueError: The model does not return its weights of regions.
         """
-        loss, size, log = super().forward(model, sample, reduce)
-        assert self._penalty is not None
-        log["doubly_stochastic"], self._penalty = self._penalty, None
+        penalty: list[Tensor] = []
+        loss, size, log = super().forward(model, {**sample, "penalty": penalty}, reduce)
+        [log["doubly_stochastic"]] = penalty
         return loss, size, log
 
     def compute_loss(
@@ -69,7 +71,8 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
     ) -> tuple[Tensor, Tensor]:
         """Return the loss with the penalty and the negative log-likelihood without it.
 
-        Without ``reduce``, both are per word, and a caption's penalty is divided equally among its words.
+        Without ``reduce``, both are per word, and a caption's penalty is divided equally among its words. The list
+        ``sample["penalty"]``, if any, receives the sum of the penalties.
         """
         loss, nll_loss = super().compute_loss(model, net_output, sample, reduce)
         extra = net_output[1] if isinstance(net_output[1], dict) else {}
@@ -82,7 +85,7 @@ class DoublyStochasticCriterion(LabelSmoothedCrossEntropyCriterion):
         padding = sample["target"].eq(self.padding_idx)
         regions_padding = sample["net_input"].get("regions_padding_mask")
         penalty = doubly_stochastic_penalty(weights.mean(0), padding, regions_padding)
-        self._penalty = penalty.detach().sum()
+        sample.get("penalty", []).append(penalty.detach().sum())
         if reduce:
             return loss + self.weight * penalty.sum(), nll_loss
         shares = (penalty / padding.logical_not().sum(1)).unsqueeze(1).masked_fill(padding, 0)

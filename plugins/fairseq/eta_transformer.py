@@ -21,6 +21,9 @@ from ..modules import SequenceCache
 from ..modules.captioning.entangled_attention import ACTIVATIONS, Modality
 from ..modules.captioning.eta_transformer import FUSIONS, DualWayEncoder, MultimodalDecoderBlock, reorder_caches
 from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, StepwiseDecoder, classifier, set_sizes
+from .registries import forget
+
+forget(__name__)
 
 Caches = list[dict[str, SequenceCache]]
 UNREAD = Modality(torch.empty(0), None)  # of a fusion of the other modality

@@ -21,6 +21,9 @@ from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES
 from ..modules.sequences.attended_lstm import AttendedLSTMState
 from .captioner import set_sizes
 from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .registries import forget
+
+forget(__name__)
 
 BASE = {"embed_dim": 512, "layers": 1}
 

@@ -18,6 +18,9 @@ from ..modules import Modality, ShowAttendTell
 from ..modules.captioning.show_attend_tell import ShowAttendTellState
 from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, set_sizes
 from .plain_captioner import CaptionerDecoder
+from .registries import forget
+
+forget(__name__)
 
 BASE = {"embed_dim": 512, "hidden_dim": 512, "attention_dim": 512}
 

@@ -27,8 +27,11 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
+from .registries import forget
 from .spatial_transformer_attention import IncrementalState, SpatialEncoderAttention, SpatialSelfAttention
 from .spatial_transformer_options import SpatialTransformerConfig, checked, pruned_options
+
+forget(__name__)
 
 
 class SpatialEncoderLayer(TransformerEncoderLayerBase):
@@ -105,17 +108,20 @@ class SpatialDecoder(TransformerDecoderBase):
         full_context_alignment: bool = False,
         alignment_layer: int | None = None,
         alignment_heads: int | None = None,
-    ) -> tuple[Tensor, dict[str, list[Tensor | None]]]:
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Compute features, without the alignment in training and in generation without ``--print-alignment``."""
         if alignment_layer is None and (self.training or not self.need_alignment):
             alignment_layer = -1  # no layer computes weights
         elif self.training:
             raise ValueError("alignment_layer must be None in training: the alignment has no gradient")
-        if encoder_out is not None and incremental_state is None and not _any(encoder_out["encoder_padding_mask"]):
+        if encoder_out is not None and incremental_state is None and _unpadded(encoder_out["encoder_padding_mask"]):
             encoder_out = {**encoder_out, "encoder_padding_mask": []}  # an empty mask would slow down every layer
-        return super().extract_features(
+        x, extra = super().extract_features(
             prev_output_tokens, encoder_out, incremental_state, full_context_alignment, alignment_layer, alignment_heads
         )
+        if extra["attn"] == [None]:
+            extra["attn"] = None  # fairseq's scorer of ensembles adds up whatever a list holds
+        return x, extra
 
     def make_generation_fast_(self, need_attn: Any = False, **kwargs: Any) -> None:
         """Record whether ``--print-alignment`` is given."""
@@ -173,13 +179,12 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
             ValueError: The options are inconsistent or do not fit the task.
         """
         cfg = TransformerConfig.from_namespace(checked(cfg, SpatialTransformerConfig))
-        of_task, counted = getattr(task, "cfg", None), cfg.cross_terms.relative and not cfg.no_cross_attention
-        if counted and getattr(of_task, "left_pad_target", False):
+        if cfg.cross_terms.relative and not cfg.no_cross_attention and _task_sets(task, "left_pad_target"):
             raise ValueError(
                 "--left-pad-target must be False with the second or fourth bit of --cross-attention, got "
                 f"{cfg.cross_attention}: they count target positions from the left"
             )
-        if getattr(of_task, "load_alignments", False):
+        if _task_sets(task, "load_alignments"):
             raise ValueError("--load-alignments must be left out: the alignment of spatial_transformer has no gradient")
         return super().build_model(cfg, task)
 
@@ -194,8 +199,15 @@ class SpatialTransformerModel(OwnCheckpoints, TransformerModelBase):
         return SpatialDecoder(cfg, tgt_dict, embed_tokens, no_encoder_attn=cfg.no_cross_attention)
 
 
-def _any(masks: list[Tensor]) -> bool:
-    return any(bool(mask.any()) for mask in masks)
+def _task_sets(task: Any, name: str) -> bool:
+    """Return whether a task has an option on: in ``cfg``, or in an old-style task in ``args``, maybe as text."""
+    options = [part for part in (getattr(task, "cfg", None), getattr(task, "args", None)) if part is not None]
+    return any(str(getattr(part, name, False)) in ("True", "1") for part in options)
+
+
+def _unpadded(masks: list[Tensor]) -> bool:
+    """Return whether nothing is padded, on CPUs; elsewhere False, since looking would wait for the device."""
+    return all(mask.device.type == "cpu" and not mask.any() for mask in masks)
 
 
 def _of_side(cfg: TransformerConfig, side: str) -> TransformerConfig:

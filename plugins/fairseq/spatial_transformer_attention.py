@@ -5,6 +5,8 @@ Shapes: B sentences, T queries, S keys, C channels, M heads; fairseq stores stat
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,7 +87,8 @@ class SpatialSelfAttention(_CachedAttention):
         super().__init__(part.embed_dim, part.attention_heads)
         self.causal = side == "decoder"
         self.deformable = _deformable(cfg, part.embed_dim, self.causal) if cfg.deformable else None
-        self.attention = _self_attention(cfg, part, kernel_size, self.causal)
+        with _named(f"--{side}-attention {part.attention}"):
+            self.attention = _self_attention(cfg, part, kernel_size, self.causal)
         _add_noise(self, cfg)
 
     @property
@@ -140,15 +143,16 @@ class SpatialEncoderAttention(_CachedAttention):
     def __init__(self, cfg: TransformerConfig) -> None:
         part = cfg.decoder
         super().__init__(part.embed_dim, part.attention_heads)
-        self.attention = MultiheadSpatialAttention(
-            part.embed_dim,
-            part.attention_heads,
-            cfg.cross_attention,
-            dropout=cfg.attention_dropout,
-            scale=self.head_dim**-0.5,
-            query_key_bias=cfg.query_key_bias and cfg.cross_terms.content,
-            kdim=cfg.encoder.embed_dim,
-        )
+        with _named(f"--cross-attention {cfg.cross_attention}"):
+            self.attention = MultiheadSpatialAttention(
+                part.embed_dim,
+                part.attention_heads,
+                cfg.cross_attention,
+                dropout=cfg.attention_dropout,
+                scale=self.head_dim**-0.5,
+                query_key_bias=cfg.query_key_bias and cfg.cross_terms.content,
+                kdim=cfg.encoder.embed_dim,
+            )
         _add_noise(self, cfg)
 
     def forward(
@@ -194,6 +198,15 @@ class SpatialEncoderAttention(_CachedAttention):
             if torch.equal(sentences["sentence"], sentence):
                 return state
         return super().reorder_incremental_state(state, new_order)
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Put the option before the error of a module, which names its own arguments."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
 
 
 def _self_attention(cfg: TransformerConfig, part: Any, kernel_size: int | None, causal: bool) -> nn.Module | None:

@@ -9,8 +9,11 @@ from fairseq.models import register_model, register_model_architecture
 from fairseq.models.transformer import TransformerConfig
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
+from .registries import forget
 from .spatial_transformer import OwnCheckpoints, SpatialDecoder, default_sizes
 from .spatial_transformer_options import SpatialTransformerLMConfig, checked
+
+forget(__name__)
 
 
 @register_model("spatial_transformer_lm", dataclass=SpatialTransformerLMConfig)

@@ -4,6 +4,7 @@ The dataclasses serve both the command line (``--encoder-attention``) and hydra 
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields: neither as strings nor as X | None
+import logging
 from argparse import Namespace
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Optional, get_args
@@ -21,9 +22,15 @@ from ..terms.nonlocal_position import Outside
 POSITIONS = ("auto", "absolute", "none")
 KERNEL_SIZES = {"dynamic": {"encoder": 31, "decoder": 31}, "bilateral": {"encoder": 21, "decoder": 11}}
 SIZES = {"embed_dim": 512, "ffn_embed_dim": 2048, "attention_heads": 8, "layers": 6}
+DYNAMIC_GROUPS = 16  # of DynamicConv1d, which divide its channels
 OTHER_KINDS = ("dynamic", "bilateral", "shaw", "none")  # of self-attention, beside four bits
 KINDS = "four bits (ε1 to ε4, such as 0110), shaw, dynamic, bilateral or none"
 SHAW_VECTORS = ("keys_and_values", "keys")
+OPTIONS_OF = {
+    "shaw": ("shaw_distance", "shaw_vectors", "shaw_per_head"),
+    "bilateral": ("bilateral_outside", "bilateral_smoothing"),
+}
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -179,6 +186,7 @@ def checked(options: Any, defaults: type, sides: tuple[str, ...] = ("encoder", "
         _check_side(args, side)
     args.bilateral_outside, args.bilateral_smoothing = str(args.bilateral_outside), str(args.bilateral_smoothing)
     _check_shared(args, sides)
+    _report_unused(args, vars(defaults()), sides)
     return args
 
 
@@ -204,6 +212,7 @@ def _check_side(args: Namespace, side: str) -> None:
     if getattr(args, f"{side}_xformers_att_config") is not None:
         raise ValueError(f"--{side}-xformers-att-config is not supported: --{side}-attention chooses the attention")
     setattr(args, f"{side}_terms", terms)
+    _check_sizes(args, side, kind, terms)
     setattr(args, f"{side}_kernel_sizes", _kernel_sizes(args, side, kind))
     positions = str(getattr(args, f"{side}_positions"))
     if positions not in POSITIONS:
@@ -219,6 +228,19 @@ def _check_side(args: Namespace, side: str) -> None:
     if positions == "none" and getattr(args, f"{side}_learned_pos"):
         raise ValueError(f"--{side}-learned-pos needs position embeddings: --{side}-positions absolute")
     setattr(args, f"{side}_positions", positions)
+
+
+def _check_sizes(args: Namespace, side: str, kind: str, terms: Optional[AttentionTerms]) -> None:
+    """Check the width and the heads of one side."""
+    width, heads = getattr(args, f"{side}_embed_dim"), getattr(args, f"{side}_attention_heads")
+    unit = DYNAMIC_GROUPS if kind == "dynamic" else 2 if terms is not None and terms.relative else 1
+    if width < 1 or width % unit:
+        raise ValueError(
+            f"--{side}-embed-dim must be a positive multiple of {unit} with --{side}-attention {kind}, got {width}"
+        )
+    divides = kind not in ("dynamic", "none") or (side == "decoder" and not getattr(args, "no_cross_attention", True))
+    if heads < 1 or (divides and width % heads):
+        raise ValueError(f"--{side}-attention-heads must divide --{side}-embed-dim {width}, got {heads}")
 
 
 def _kernel_sizes(args: Namespace, side: str, kind: str) -> list[Any]:
@@ -293,6 +315,8 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
     args.shaw_vectors = str(args.shaw_vectors)
     if args.shaw_vectors not in SHAW_VECTORS:
         raise ValueError(f"--shaw-vectors must be one of {', '.join(SHAW_VECTORS)}, got {args.shaw_vectors!r}")
+    if not 0 <= args.attention_dropout < 1:
+        raise ValueError(f"--attention-dropout must be at least 0 and below 1, got {args.attention_dropout}")
     if not args.offset_lr_scale > 0:
         raise ValueError(f"--offset-lr-scale must be positive, got {args.offset_lr_scale}")
     if "encoder" in sides:
@@ -310,3 +334,21 @@ def _check_shared(args: Namespace, sides: tuple[str, ...]) -> None:
         )
     if args.cross_self_attention:
         raise ValueError("--cross-self-attention is not supported: encoder and decoder have no positions in common")
+
+
+def _report_unused(args: Namespace, defaults: dict[str, Any], sides: tuple[str, ...]) -> None:
+    """Warn of options that no part of the model uses; an error would make older checkpoints unreadable."""
+    kinds = [getattr(args, f"{side}_attention") for side in sides]
+    cross = "encoder" in sides and not args.no_cross_attention
+    unused = [name for kind, names in OPTIONS_OF.items() if kind not in kinds for name in names]
+    unused += [] if args.deformable else ["offset_lr_scale"]
+    unused += [] if cross or set(kinds) - {"dynamic", "none"} else ["attention_dropout"]
+    for name in unused:
+        if str(getattr(args, name)) != str(defaults[name]):
+            logger.warning(
+                "--%s %s has no effect with self-attention by %s%s",
+                name.replace("_", "-"),
+                getattr(args, name),
+                " and ".join(kinds),
+                "" if args.deformable else " without --deformable",
+            )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -67,6 +69,27 @@ def build(alignment: str, **options) -> AlignedLSTMModel:
     return AlignedLSTMModel.build_model(args, Task())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("recurrence", RECURRENCES)
+def test_two_threads_keep_their_own_sources(recurrence):
+    """Both wait for each other before their first attention, when the keys of both are projected."""
+    model = build("additive", recurrence=recurrence).eval()
+    samples = [batch(model), batch(model)]
+    expected = [model(**sample)[0] for sample in samples]
+    together, started = threading.Barrier(2, timeout=60), threading.local()
+
+    def wait(*_):
+        if not hasattr(started, "yes"):
+            started.yes = True
+            together.wait()
+
+    model.decoder.attention.register_forward_pre_hook(wait)
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(lambda sample: model(**sample)[0], samples))
+    for output, alone in zip(outputs, expected):
+        torch.testing.assert_close(output, alone)
+
+
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
 def test_every_score_trains(alignment, recurrence):
@@ -124,7 +147,6 @@ def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence)
     for t in range(2, 5):
         torch.testing.assert_close(steps[t][0][:, 0], output[:, t])
         torch.testing.assert_close(steps[t][1][:, 0], matrix[:, t])
-    assert model.decoder.attention.keys is None
 
 
 def lstm_step(cell, x, hidden, memory):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ pytest.importorskip("fairseq")
 
 from fairseq.checkpoint_utils import load_model_ensemble
 from fairseq.models import ARCH_CONFIG_REGISTRY, build_model
+from fairseq.tasks import FairseqTask, LegacyFairseqTask
 from omegaconf import OmegaConf
 
 from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
@@ -204,7 +207,10 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             "--decoder-kernel-sizes must be one positive",
         ),
         (dict(decoder_attention="bilateral", decoder_kernel_sizes=0), "got 0"),
-        (dict(encoder_attention="bilateral", bilateral_outside="same"), "outside must be one of .* got 'same'"),
+        (
+            dict(encoder_attention="bilateral", bilateral_outside="same"),
+            "--encoder-attention bilateral: outside must be one of .* got 'same'",
+        ),
         (
             dict(encoder_attention="bilateral", bilateral_outside="-inf", bilateral_smoothing="zscore"),
             "smoothing 'zscore' needs another outside",
@@ -231,8 +237,25 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
             dict(encoder_attention="0111", decoder_attention="none", no_cross_attention=True, query_key_bias=True),
             "--query-key-bias needs attention whose first bit is set, got 0111, none",
         ),
-        (dict(decoder_attention_heads=5), "num_heads must divide embed_dim = 32, got 5"),
-        (dict(encoder_attention="dynamic", encoder_embed_dim=40), "in_channels must be a multiple of num_groups = 16"),
+        (dict(decoder_attention_heads=5), "--decoder-attention-heads must divide --decoder-embed-dim 32, got 5"),
+        (dict(encoder_attention_heads=0), "--encoder-attention-heads must divide --encoder-embed-dim 32, got 0"),
+        (
+            dict(decoder_attention="dynamic", decoder_attention_heads=5),
+            "--decoder-attention-heads must divide --decoder-embed-dim 32, got 5",
+        ),
+        (
+            dict(encoder_attention="dynamic", encoder_embed_dim=300),
+            "--encoder-embed-dim must be a positive multiple of 16 with --encoder-attention dynamic, got 300",
+        ),
+        (
+            dict(encoder_embed_dim=33, encoder_attention_heads=3),
+            "--encoder-embed-dim must be a positive multiple of 2 with --encoder-attention 1111, got 33",
+        ),
+        (
+            dict(decoder_embed_dim=33, decoder_attention_heads=3, decoder_attention="none"),
+            "--cross-attention 1111: embed_dim must be even",
+        ),
+        (dict(attention_dropout=1.5), "--attention-dropout must be at least 0 and below 1, got 1.5"),
     ],
 )
 def test_bad_options(options, message):
@@ -240,9 +263,45 @@ def test_bad_options(options, message):
         build(**options)
 
 
-def test_targets_padded_on_the_left_need_no_absolute_place():
-    task = Task()
-    task.cfg = argparse.Namespace(left_pad_target=True)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (dict(shaw_distance=8, decoder_attention="dynamic"), "--shaw-distance 8 .* 1111 and dynamic without --deform"),
+        (dict(bilateral_outside="learned", encoder_attention="shaw"), "--bilateral-outside learned has no effect"),
+        (dict(offset_lr_scale=0.5), "--offset-lr-scale 0.5 has no effect"),
+        (
+            dict(attention_dropout=0.1, encoder_attention="dynamic", decoder_attention="none", no_cross_attention=True),
+            "--attention-dropout 0.1 has no effect with self-attention by dynamic and none",
+        ),
+        (dict(offset_lr_scale=0.5, deformable=True), ""),
+        (dict(shaw_distance=8, decoder_attention="shaw", attention_dropout=0.1, encoder_attention="dynamic"), ""),
+    ],
+)
+def test_options_without_an_effect_are_reported(options, expected, caplog):
+    with caplog.at_level(logging.WARNING, "attn_plugins"):
+        build(**options)
+    told = [record.message for record in caplog.records]
+    assert len(told) == bool(expected)
+    assert not expected or re.search(expected, told[0]), told
+
+
+def translation(kind: type, **options: Any) -> Any:
+    """Return a task whose options are in ``cfg``, or in ``args`` of an old-style task, there perhaps as text."""
+    vocabulary = Task().target_dictionary
+    words = dict.fromkeys(("source_dictionary", "target_dictionary"), vocabulary)
+    return type("Translation", (kind,), words)(argparse.Namespace(**options))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        translation(FairseqTask, left_pad_target=True),
+        translation(LegacyFairseqTask, left_pad_target=True),
+        translation(LegacyFairseqTask, left_pad_target="True"),
+    ],
+    ids=["cfg", "args", "text"],
+)
+def test_targets_padded_on_the_left_need_no_absolute_place(task):
     args = argparse.Namespace(cross_attention="1001", **SMALL)
     with pytest.raises(ValueError, match=r"--left-pad-target must be False .* got 1001"):
         SpatialTransformerModel.build_model(args, task)
@@ -250,13 +309,14 @@ def test_targets_padded_on_the_left_need_no_absolute_place():
     SpatialTransformerModel.build_model(args, task)
     args.no_cross_attention, args.cross_attention = False, "1010"
     SpatialTransformerModel.build_model(args, task)
+    args.cross_attention = "1001"
+    SpatialTransformerModel.build_model(args, translation(LegacyFairseqTask, left_pad_target="False"))
 
 
 def test_what_attention_cannot_give_is_refused():
-    task = Task()
-    task.cfg = argparse.Namespace(load_alignments=True)
-    with pytest.raises(ValueError, match="--load-alignments must be left out"):
-        SpatialTransformerModel.build_model(argparse.Namespace(**SMALL), task)
+    for kind in (FairseqTask, LegacyFairseqTask):
+        with pytest.raises(ValueError, match="--load-alignments must be left out"):
+            SpatialTransformerModel.build_model(argparse.Namespace(**SMALL), translation(kind, load_alignments=True))
     model = build(attention_dropout=0.1)
     with pytest.raises(
         ValueError, match=r"--retain-dropout cannot retain the --attention-dropout of \w+.layers.0.self_"

@@ -82,6 +82,39 @@ print(os.getcwd() in sys.modules["attn_plugins.fairseq"].__file__)
     assert "using the installed attn_plugins" in result.stderr
 
 
+def test_modules_that_run_again(python):
+    """As by importlib.reload, in notebooks, and after an import that failed halfway."""
+    code = """
+import importlib, sys
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY, register_model_architecture
+from fairseq.tasks import TASK_REGISTRY
+
+def first_line():
+    try:
+        importlib.import_module("attn_plugins.fairseq")
+    except ValueError as error:
+        return str(error)
+    return "imported"
+
+ARCH_MODEL_REGISTRY["spatial_transformer_iwslt_de_en"] = None  # of another plug-in
+print(first_line() == first_line() == "Cannot register duplicate model architecture (spatial_transformer_iwslt_de_en)")
+del ARCH_MODEL_REGISTRY["spatial_transformer_iwslt_de_en"]
+print(first_line())
+
+register_model_architecture("spatial_transformer", "own")(lambda args: None)
+names = [name for name in sys.modules if name.startswith("attn_plugins.fairseq.")]
+for name in names:
+    importlib.reload(sys.modules[name])
+model = sys.modules["attn_plugins.fairseq.spatial_transformer"].SpatialTransformerModel
+print(MODEL_REGISTRY["spatial_transformer"] is ARCH_MODEL_REGISTRY["spatial_transformer_tiny"] is model)
+for name in [*names, "attn_plugins.fairseq"]:
+    del sys.modules[name]
+print(first_line(), "own" in ARCH_MODEL_REGISTRY)
+print(TASK_REGISTRY["captioning"] is sys.modules["attn_plugins.fairseq.captioning"].CaptioningTask)
+"""
+    assert python(code).stdout.splitlines()[-5:] == ["True", "imported", "True", "imported True", "True"]
+
+
 def test_without_the_hook_fairseq_refuses_the_folder(python):
     """This is why the hook exists; remove the hook once fairseq accepts the folder by itself."""
     code = f"""
