@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..ops.common.axes import unflatten
+
 
 def clipped_band(logits: Tensor, reach: int) -> Tensor:
     """Extend a band over the offsets -k ... k to -reach ... reach by repeating its ends.
@@ -43,7 +45,7 @@ def weights_by_distance(weights: Tensor, distance: int, start: int = 0, causal: 
     k, (T, S) = distance, weights.shape[-2:]
     # Reading the rows as one element longer shifts row t by t, so that each column holds one offset.
     rows = S + 2 * k
-    skewed = F.pad(F.pad(weights, (k, k)).flatten(-2), (0, T)).unflatten(-1, (T, rows + 1))
+    skewed = unflatten(F.pad(F.pad(weights, (k, k)).flatten(-2), (0, T)), -1, (T, rows + 1))
     K = k + 1 if causal else 2 * k + 1
     near = skewed[..., start : start + K]
     offset = torch.arange(S, device=weights.device) - torch.arange(start, start + T, device=weights.device)[:, None]

@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..ops.common.axes import unfold
 from .remembered import remembered
 from .sine_position import sine_encoding
 
@@ -65,7 +66,7 @@ def spread(table: Tensor, queries: int, keys: int, q_stride: int = 1, kv_stride:
     """
     step = math.gcd(q_stride, kv_stride)
     # The first offset decreases from query to query, so the windows are in reverse order.
-    windows = table.unfold(-1, (keys - 1) * kv_stride // step + 1, q_stride // step)
+    windows = unfold(table, -1, (keys - 1) * kv_stride // step + 1, q_stride // step)
     return windows[..., :: kv_stride // step].flip(-2)
 
 

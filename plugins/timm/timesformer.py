@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..modules.common.checks import check_tensor, one_of, positive
 from ..modules.tokens.space_time_attention import Pattern, SpaceTimeSelfAttention
 from ..modules.tokens.space_time_regions import ClipGrid
+from ..ops.common.axes import unflatten
 from .conventions import transformer_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 
@@ -240,7 +241,7 @@ class TimeSformer(VisionTransformer):
         if self.time_embed is None:
             return self.norm_pre(x), (1, H, W)
         P = self.num_prefix_tokens
-        x = x.unflatten(0, (B, T))
+        x = unflatten(x, 0, (B, T))
         patches = self.time_drop(x[:, :, P:] + resized_in_time(self.time_embed, T).unsqueeze(2))
         return self.norm_pre(torch.cat((x[:, 0, :P], patches.flatten(1, 2)), 1)), (T, H, W)
 
@@ -251,7 +252,7 @@ class TimeSformer(VisionTransformer):
 
     def _mean_of_frames(self, x: Tensor, B: int) -> Tensor:
         """Average separate frames, so that each clip has one sequence of tokens."""
-        return x.unflatten(0, (B, x.shape[0] // B)).mean(1) if self.time_embed is None else x
+        return unflatten(x, 0, (B, x.shape[0] // B)).mean(1) if self.time_embed is None else x
 
 
 default_cfgs = generate_default_cfgs(

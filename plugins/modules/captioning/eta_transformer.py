@@ -146,7 +146,7 @@ class DualWayEncoder(nn.Module):
         """
         check_tensor("regions", regions)
         for name, x, width in (("regions", regions, self.visual_dim), ("attributes", attributes, self.embed_dim)):
-            check_source(name, x, width, len(regions), self.projection)
+            check_source(name, x, width, regions.shape[0], self.projection)
         return (
             self.visual(Modality(self.dropout(self.projection(regions)), regions_padding_mask)),
             self.semantic(Modality(self.dropout(attributes), attributes_padding_mask)),

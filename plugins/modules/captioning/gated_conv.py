@@ -124,9 +124,9 @@ class GatedConvBlock(nn.Module):
         check_tensor("words", words)
         if words.shape != x.shape:
             raise ValueError(f"words must have x's shape {tuple(x.shape)}, got {tuple(words.shape)}")
-        check_sources(sources, self.names, self.embed_dim, len(x), conv)
+        check_sources(sources, self.names, self.embed_dim, x.shape[0], conv)
         if state is None:
-            state = x.new_zeros(len(x), self.kernel_size - 1, self.embed_dim)
+            state = x.new_zeros(x.shape[0], self.kernel_size - 1, self.embed_dim)
         inputs = torch.cat((state.to(x.dtype), self.dropout(x)), 1)
         h = F.glu(self.conv(inputs), 2)
         y, weights = h, {}

@@ -98,8 +98,8 @@ class ShowAttendTell(nn.Module):
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.word_dim, self.first_hidden)
-        check_source("source", source, self.source_dim, len(words), self.first_hidden)
-        check_padding_mask(padding_mask, len(source), source.shape[1], source.device)
+        check_source("source", source, self.source_dim, words.shape[0], self.first_hidden)
+        check_padding_mask(padding_mask, *source.shape[:2], source.device)
         words = self.dropout(words)
         hidden, cell, keys = self.first_state(source, padding_mask) if state is None else state
         features, alignments = [], []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops import global_attention, reference, sequence_attention, window_attention
+from ...ops.common.axes import unflatten
 
 Pair = tuple[int, int]
 
@@ -217,8 +218,8 @@ class Attention(NamedTuple):
             values = _laid_out(
                 values.flatten(2, 3)[:, :, index], self._windows(), keys, index, 0.0 if softmax else -math.inf
             )
-        values = values.unflatten(3, keys)
-        return values.unflatten(2, (H, W)) if queries is None else values
+        values = unflatten(values, 3, keys)
+        return unflatten(values, 2, (H, W)) if queries is None else values
 
     def _of(self, y: Tensor, x: Tensor) -> Attention:
         """Select the queries at rows ``y`` and columns ``x`` of a map, as a column."""

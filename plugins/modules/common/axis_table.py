@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...ops.common.axes import unflatten
 from .untouched import untouched
 
 
@@ -14,4 +15,4 @@ def axis_table(projection: nn.Module, encoding: Tensor, num_heads: int) -> Tenso
     """
     if not untouched(projection, nn.Linear):
         encoding = encoding.clone()  # encodings are remembered, and code of others may write to its input
-    return projection(encoding).unflatten(-1, (num_heads, -1)).permute(1, 2, 0)
+    return unflatten(projection(encoding), 1, (num_heads, -1)).permute(1, 2, 0)

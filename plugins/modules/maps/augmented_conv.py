@@ -198,7 +198,7 @@ class AAConv2d(RelativeTables):
         if self.proj is not None:
             attended = self.proj(attended)
         if self.pool:
-            size = [-(-x.shape[2] // self.stride), -(-x.shape[3] // self.stride)]
+            size = [(n + self.stride - 1) // self.stride for n in x.shape[2:]]  # ONNX cuts off negative quotients
             attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
         return in_format_of(x, attended)
 
@@ -295,7 +295,7 @@ def _coordinates(H: int, W: int, device: torch.device, dtype: torch.dtype) -> Te
     """Return coordinates (3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
     rows = _from_the_centre(H, device, dtype).view(H, 1).expand(H, W)
     columns = _from_the_centre(W, device, dtype).expand(H, W)
-    return torch.stack((columns, rows, torch.hypot(columns, rows)))
+    return torch.stack((columns, rows, (columns.square() + rows.square()).sqrt()))
 
 
 def _from_the_centre(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.common.axes import unflatten
 from ...terms.nonlocal_position import (
     Outside,
     Smoothing,
@@ -128,9 +129,12 @@ class BilateralNonLocal2d(_Bilateral):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         query, key, value, values = self._terms(x)
         B, _, H, W = x.shape
-        rows = max(1, CHUNK // max(1, B * W * H * W))
+        rows, starts = H, [0]  # maps of symbolic sizes are not cut
+        if all(isinstance(size, int) for size in (B, H, W)):
+            rows = max(1, CHUNK // max(1, B * W * H * W))
+            starts = [*range(0, H, rows)]
         parts = []
-        for first in range(0, H, rows):
+        for first in starts:
             here = slice(first * W, min(first + rows, H) * W)
             positions = torch.arange(here.start, here.stop, device=x.device)
             arguments = (query[:, here], key, value, values[:, here], positions, H, W)
@@ -138,7 +142,7 @@ class BilateralNonLocal2d(_Bilateral):
                 parts.append(checkpoint(self._attend, *arguments, use_reentrant=False))
             else:
                 parts.append(self._attend(*arguments))
-        attended = torch.cat(parts, 1).transpose(1, 2).unflatten(2, (H, W))
+        attended = unflatten(torch.cat(parts, 1).transpose(1, 2), 2, (H, W))
         return x + in_format_of(x, self.conv_out(attended))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
@@ -157,8 +161,8 @@ class BilateralNonLocal2d(_Bilateral):
         pair = self._both_logits(query[:, positions], key, values[:, positions], positions, H, W)
         parts = {}
         for name, logits in zip(("content", "position"), pair):
-            expanded = logits.unflatten(2, (H, W)).unsqueeze(1)
-            parts[name] = expanded.unflatten(2, (H, W)) if queries is None else expanded
+            expanded = unflatten(logits, 2, (H, W)).unsqueeze(1)
+            parts[name] = unflatten(expanded, 2, (H, W)) if queries is None else expanded
         return parts
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -247,7 +251,8 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         columns = torch.where(columns < 0, -1, torch.where(columns == centre, ky // 2, beside))
         index = torch.cat((rows.unsqueeze(1).expand(H, W, H), columns.unsqueeze(0).expand(H, W, W)), -1)
         last = values.shape[-1] - 1
-        logits = values.gather(-1, torch.where(index < 0, last, index).expand(len(values), -1, -1, -1))
-        own = torch.eye(H, dtype=torch.bool, device=values.device).unsqueeze(1).expand(H, W, H)
+        logits = values.gather(-1, torch.where(index < 0, last, index).expand(values.shape[0], -1, -1, -1))
+        row = torch.arange(H, device=values.device)
+        own = (row.unsqueeze(1) == row).unsqueeze(1).expand(H, W, H)
         counted = torch.cat((~own, own.new_ones(H, W, W)), -1)
         return self.smoothed(logits, counted).unsqueeze(1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops import criss_cross_attention, reference
+from ...ops.common.axes import unflatten
 from ..common.attention import MapAttention, checked_queries
 from ..common.checks import check_map, positive
 from ..common.untouched import has_global_hooks, untouched
@@ -130,8 +131,8 @@ def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
     cross = cross[:, :, y, z]
     keys = torch.cat((rows * W + z.unsqueeze(1), y.unsqueeze(1) * W + columns), 1)  # (Q, H + W)
     maps = cross.new_full((*cross.shape[:3], H * W), off)
-    maps = maps.scatter_reduce(3, keys.expand_as(cross), cross, "amax").unflatten(3, (H, W))
-    return maps.unflatten(2, (H, W)) if queries is None else maps
+    maps = unflatten(maps.scatter_reduce(3, keys.expand_as(cross), cross, "amax"), 3, (H, W))
+    return unflatten(maps, 2, (H, W)) if queries is None else maps
 
 
 class CrissCrossAttention2d(CrissCross, RelativeTables):

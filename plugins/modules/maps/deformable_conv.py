@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ...ops import deform_conv1d, deform_conv2d
 from ...ops.common.arguments import expand
+from ...ops.common.axes import unflatten
 from ..common.checks import check_convolved, check_tensor, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from .zero_conv import ZeroConv1d, ZeroConv2d
@@ -262,16 +263,16 @@ class CausalDeformableConv1d(_DeformableConv):
         share = torch.stack((1 - upper + place, upper - place), 4).masked_fill(index < 0, 0)
         if mask is not None:
             share = share * self._per_tap(mask).unsqueeze(4)
-        rows = seen.unflatten(2, (self.offset_groups, -1)).transpose(1, 2)  # (B, groups, S, C / groups)
+        rows = unflatten(seen, 2, (self.offset_groups, -1)).transpose(1, 2)  # (B, groups, S, C / groups)
         index = index.clamp(min=0).long().flatten(2).unsqueeze(3).expand(-1, -1, -1, rows.shape[3])
-        samples = rows.gather(2, index).unflatten(2, share.shape[2:])
+        samples = unflatten(rows.gather(2, index), 2, share.shape[2:])
         samples = (samples * share.unsqueeze(5)).sum(4).to(x.dtype)  # (B, offset groups, taps, L, C / offset groups)
         # A product for each group, as a convolution would rearrange the weight in every step.
-        samples = samples.permute(0, 3, 1, 4, 2).flatten(2).unflatten(2, (self.groups, -1))
-        weight = self.weight.flatten(1).unflatten(0, (self.groups, -1))
+        samples = unflatten(samples.permute(0, 3, 1, 4, 2).flatten(2), 2, (self.groups, -1))
+        weight = unflatten(self.weight.flatten(1), 0, (self.groups, -1))
         output = torch.einsum("blgi,goi->bgol", samples, weight).flatten(1, 2)
         return output if self.bias is None else output + self.bias.to(output.dtype).unsqueeze(1)
 
     def _per_tap(self, predicted: Tensor) -> Tensor:
         """Split (B, groups * taps, L) into (B, groups, taps, L)."""
-        return predicted.unflatten(1, (self.offset_groups, -1))
+        return unflatten(predicted, 1, (self.offset_groups, -1))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten
 from ..common.attention import Attention, Geometry, MapAttention
 from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.sequence_cache import SequenceCache, check_cache
@@ -226,7 +227,7 @@ class DynamicConv1d(nn.Module):
 
     def _grouped(self, projected: Tensor) -> Tensor:
         """View (B, T, G * n) as (B, G, 1, T, n)."""
-        return projected.unflatten(2, (self.num_groups, -1)).transpose(1, 2).unsqueeze(2)
+        return unflatten(projected, 2, (self.num_groups, -1)).transpose(1, 2).unsqueeze(2)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"

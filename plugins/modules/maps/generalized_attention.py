@@ -203,7 +203,7 @@ class GeneralizedAttention2d(nn.Module):
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
-        H, W = (-(-n // self.q_stride) for n in size)
+        H, W = ((n + self.q_stride - 1) // self.q_stride for n in size)  # ONNX cuts off negative quotients
         return H, W
 
     def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
@@ -310,7 +310,7 @@ class GeneralizedAttention2d(nn.Module):
         """
         logits: list[Tensor | None] = []
         for n, (axis, projection) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
-            queries, keys = -(-x.shape[2 + n] // self.q_stride), value.shape[2 + n]
+            queries, keys = self.attention_size(x.shape[2:])[n], value.shape[2 + n]
             along: Tensor | None = None
             if projection is not None and (query is not None or v is not None):
                 along = self._axis_logits(projection, query, v, queries, keys, axis)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten
 from ..common.attention import Attention
 from ..common.checks import check_fits, check_tensor
 from .non_local_block import Mode, NonLocalBlock, check_block
@@ -49,7 +50,7 @@ class _NonLocalTokens(NonLocalBlock):
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         attended = self.attended(self._embeddings(x))
-        attended = attended.flatten(1, 3).transpose(1, 2).unflatten(2, x.shape[2:])
+        attended = unflatten(attended.flatten(1, 3).transpose(1, 2), 2, x.shape[2:])
         return x + self.out(attended)
 
     @torch.no_grad()
@@ -71,7 +72,7 @@ class _NonLocalTokens(NonLocalBlock):
         chosen = None if queries is None else _in_a_row(queries, size, x.device)
         maps = attention.map_weights((1, size.numel()), chosen)
         key_size = [n // stride for n, stride in zip(size, self.key_stride(size))]
-        return maps.reshape(len(x), 1, *(size if queries is None else (len(queries),)), *key_size)
+        return maps.reshape(x.shape[0], 1, *(size if queries is None else (len(queries),)), *key_size)
 
     def _embeddings(self, x: Tensor) -> Attention:
         """Compute queries, keys and values, (B, 1, 1, ·, d)."""

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...ops.common.gradients import traced
+
 
 def dot_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Compute 1 / K Σ_j (q_i·k_j) v_j, (B, N, dv), for queries (B, N, d), keys (B, K, d) and values (B, K, dv)."""
@@ -31,6 +33,8 @@ def rectified_sums(a: Tensor, b: Tensor, value: Tensor) -> Tensor:
         (B, N, dv).
     """
     dtype, K = value.dtype, b.shape[1]
+    if traced() and torch.onnx.is_in_onnx_export():  # which knows no searchsorted
+        return torch.relu(a.unsqueeze(2) + b.unsqueeze(1)).matmul(value) / K
     # In float64, as prefix sums may be far larger than a query's result.
     a, b, value = a.double(), b.double(), value.double()
     order = b.argsort(1, descending=True)

@@ -92,7 +92,7 @@ class AttendedLSTM(nn.Module):
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.embed_dim, self.output)
-        check_sources(sources, tuple(self.attentions), self.embed_dim, len(words), self.output)
+        check_sources(sources, tuple(self.attentions), self.embed_dim, words.shape[0], self.output)
         hidden, cell, attended, keys = self._first_state(words, sources) if state is None else state
         outputs: list[Tensor] = []
         alignments: dict[str, list[Tensor]] = {name: [] for name in self.attentions}
@@ -115,7 +115,7 @@ class AttendedLSTM(nn.Module):
         return attention
 
     def _first_state(self, words: Tensor, sources: Mapping[str, Modality]) -> AttendedLSTMState:
-        zeros = words.new_zeros(len(words), self.num_layers, self.embed_dim)
+        zeros = words.new_zeros(words.shape[0], self.num_layers, self.embed_dim)
         keys = tuple(self._attention(name).project_keys(sources[name].features) for name in self.attentions)
         return AttendedLSTMState(zeros, zeros, zeros[:, 0], keys)
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops.common.axes import unflatten
 from ..common.attention import Attention
 from ..common.sequence_cache import SequenceCache
 
 
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:
     """View (B, T, M * d) as (B, M, T, d)."""
-    return projected.unflatten(2, (num_heads, -1)).transpose(1, 2)
+    return unflatten(projected, 2, (num_heads, -1)).transpose(1, 2)
 
 
 class SequenceAttention(nn.Module):

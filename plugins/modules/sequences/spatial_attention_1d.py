@@ -275,7 +275,8 @@ class MultiheadSpatialAttention(SequenceAttention):
             return self.attention_range // 2
         reach = start + T - 1
         if not self.causal:
-            larger = max if _is_dynamo_compiling() else torch.sym_max  # each traces only in its own case
+            # Each traces only in its own cases.
+            larger = max if _is_dynamo_compiling() or torch.jit.is_tracing() else torch.sym_max
             reach = larger(reach, S - 1 - start)
         return reach
 

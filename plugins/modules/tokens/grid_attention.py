@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten
 from ..common.attention import Attention, Geometry
 from .grid_terms import Grid, GridTerms, pairs_of
 
@@ -61,7 +62,7 @@ class GridAttention(GridTerms):
             of_grid = self._behind_prefix(q, k, v, grid, prefix).attend().expand(-1, -1, *grid, -1)
             return torch.cat((of_prefix, of_grid.flatten(2, 3)), 2)
         keys = grid if self.needs_grid else (1, k.shape[2])
-        attention = self._of_grid(x, q.unflatten(2, grid), k.unflatten(2, keys), v.unflatten(2, keys), padding)
+        attention = self._of_grid(x, unflatten(q, 2, grid), unflatten(k, 2, keys), unflatten(v, 2, keys), padding)
         return attention.attend().flatten(2, 3)
 
     def _of_grid(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Attention:
@@ -79,15 +80,15 @@ class GridAttention(GridTerms):
 
     def _behind_prefix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> Attention:
         """Return the attention of the grid's queries to all keys."""
-        on_grid = q[:, :, prefix:].unflatten(2, grid)
+        on_grid = unflatten(q[:, :, prefix:], 2, grid)
         axes = zip(self.axis_logits(on_grid, grid), self.range_logits(grid, q))
         row, column = (a if b is None else b if a is None else a + b for a, b in axes)
         query: Tensor | None = on_grid if self.terms.content else None
         if self.saliency is not None:  # ε1 + ε3 = (q + u)·k, of all keys
             u = self.saliency_query()
-            query = u.expand(len(q), -1, *grid, -1) if query is None else query + u
-        key, prefix_key = (None, None) if query is None else (k[:, :, prefix:].unflatten(2, grid), k[:, :, :prefix])
-        value, prefix_value = v[:, :, prefix:].unflatten(2, grid), v[:, :, :prefix]
+            query = u.expand(q.shape[0], -1, *grid, -1) if query is None else query + u
+        key, prefix_key = (None, None) if query is None else (unflatten(k[:, :, prefix:], 2, grid), k[:, :, :prefix])
+        value, prefix_value = unflatten(v[:, :, prefix:], 2, grid), v[:, :, :prefix]
         return Attention(query, key, value, row, column, prefix_key=prefix_key, prefix_value=prefix_value)
 
     def pairs(
@@ -132,7 +133,7 @@ class GridAttention(GridTerms):
             (B, M, T, S) by the names of :class:`.AttentionTerms`, and ``predicted``, each -inf at masked keys. A mask
             of floats is added to the first term only.
         """
-        terms = self.relative_terms(q[:, :, prefix:].unflatten(2, grid), grid)
+        terms = self.relative_terms(unflatten(q[:, :, prefix:], 2, grid), grid)
         predicted = self.predicted_logits(x[:, prefix:], grid, None if padding is None else padding[:, prefix:])
         if predicted is not None:
             terms["predicted"] = predicted
@@ -153,7 +154,7 @@ class GridAttention(GridTerms):
         names = [name for name in (*self.terms._fields, "predicted") if name in terms]
         if mask is not None and mask.dtype != torch.bool and names:
             terms[names[0]] = terms[names[0]] + mask
-        return {name: (terms[name] + left_out).expand(len(q), q.shape[1], -1, -1) for name in names}
+        return {name: (terms[name] + left_out).expand(*q.shape[:2], -1, -1) for name in names}
 
     def _content(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return query and key of ε1 + ε3 of tokens or maps, or, without ε1, ε3 as logits of the keys."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten, unfold
 from ...terms.attention_type import parse_attention_type
 from ...terms.nonlocal_position import (
     Outside,
@@ -173,7 +174,7 @@ class GridTerms(nn.Module):
             seen: (N, N), keys that :meth:`predicted_logits` counts; None for all.
         """
         logits = self.predicted_logits(x, grid, padding, seen)
-        for row, column in (self.axis_logits(q.unflatten(2, grid), grid), self.range_logits(grid, q)):
+        for row, column in (self.axis_logits(unflatten(q, 2, grid), grid), self.range_logits(grid, q)):
             if row is not None and column is not None:
                 pairs = pairs_of(row, column)
                 logits = pairs if logits is None else logits + pairs
@@ -234,7 +235,7 @@ class GridTerms(nn.Module):
             index = tap_index(taps, (self.kernel_size, self.kernel_size), x.device).expand(H * W, -1)
             everywhere = x.new_ones(1, H * W, dtype=torch.bool)
             counted = _at_taps(everywhere if real is None else real, grid, radius).flatten(2, 3)
-            predicted = self._smoothed(realign(self._predicted(x), index), counted).unflatten(2, grid)
+            predicted = unflatten(self._smoothed(realign(self._predicted(x), index), counted), 2, grid)
             logits = predicted if logits is None else logits + predicted
         if real is not None:
             hidden = ~_at_taps(real, grid, radius)
@@ -265,7 +266,7 @@ class GridTerms(nn.Module):
     def _predicted(self, x: Tensor) -> Tensor:
         """Predict f(x), with the value outside last, (B, M, N, k * k + 1)."""
         assert self.predictor is not None
-        values = self.predictor(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        values = unflatten(self.predictor(x), 2, (self.num_heads, -1)).transpose(1, 2)
         return with_outside(values, "zero" if self.outside == "-inf" else self.outside)  # -inf is applied as a range
 
     def _smoothed(self, logits: Tensor, counted: Tensor) -> Tensor:
@@ -290,4 +291,4 @@ def _at_taps(real: Tensor, grid: Grid, radius: Grid) -> Tensor:
     """Return whether each window tap is on a key, (B, 1, H, W, n), from ``real`` (B, N), True for keys."""
     (H, W), (ry, rx) = grid, radius
     padded = F.pad(real.view(-1, 1, H, W), (rx, rx, ry, ry))
-    return padded.unfold(2, 2 * ry + 1, 1).unfold(3, 2 * rx + 1, 1).flatten(4)
+    return unfold(unfold(padded, 2, 2 * ry + 1), 3, 2 * rx + 1).flatten(4)

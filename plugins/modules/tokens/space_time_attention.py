@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops import global_attention, sequence_attention
+from ...ops.common.axes import unflatten
 from ..common.attention import Attention
 from ..common.checks import check_heads, check_sequence, one_of
 from .space_time_regions import ClipGrid, Region, grouped, ungrouped
@@ -200,10 +201,10 @@ class RegionAttention(nn.Module):
     def forward(self, x: Tensor, grid: ClipGrid, prefix: int, drop: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Apply the step, (B, P + N, C) -> (B, P + N, C), with ``drop`` applied to the groups, (B * G, P + L, C)."""
         qkv = self.qkv(x)
-        parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
+        parts = grouped(unflatten(qkv[:, prefix:], 1, grid), self.region)
         parts = [self._attend(part, qkv[:, :prefix]) for part in parts]
         if drop is not None:
-            parts = [drop(self.proj(part).flatten(0, 1)).unflatten(0, part.shape[:2]) for part in parts]
+            parts = [unflatten(drop(self.proj(part).flatten(0, 1)), 0, part.shape[:2]) for part in parts]
         patches = ungrouped([part[:, :, prefix:] for part in parts], self.region, grid).flatten(1, 3)
         if prefix:
             means = torch.cat([part[:, :, :prefix] for part in parts], 1).mean(1)
@@ -224,15 +225,15 @@ class RegionAttention(nn.Module):
             tensors if groups differ in size. The result of a prefix token is the mean over all groups.
         """
         qkv = self.qkv(x)
-        parts = grouped(qkv[:, prefix:].unflatten(1, grid), self.region)
+        parts = grouped(unflatten(qkv[:, prefix:], 1, grid), self.region)
         heads = (self._heads(part, qkv[:, :prefix]) for part in parts)
-        weights = [Attention(q, k, v, scale=q.shape[3] ** -0.5).weights() for q, k, v in heads]
-        return [groups.unflatten(0, part.shape[:2]) for groups, part in zip(weights, parts)]
+        weights = [Attention(q, k, v, scale=float(q.shape[3]) ** -0.5).weights() for q, k, v in heads]
+        return [unflatten(groups, 0, part.shape[:2]) for groups, part in zip(weights, parts)]
 
     def _attend(self, groups: Tensor, prefix: Tensor) -> Tensor:
         """Attend within groups (B, G, L, 3 * C), each preceded by the prefix (B, P, 3 * C): (B, G, P + L, C)."""
         q, k, v = self._heads(groups, prefix)
-        scale, L = q.shape[3] ** -0.5, q.shape[2]
+        scale, L = float(q.shape[3]) ** -0.5, q.shape[2]  # a tensor while traced
         if self.training and self.dropout:
             output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
         elif L <= _SHORT and not q.is_cuda:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
 from .grid_attention import GridAttention, check_grid
@@ -120,7 +121,7 @@ class SpatialSelfAttention(GridAttention):
         q, k, v, places, P, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0
         output = self.attend(query, q, k, v, places, P, key_padding_mask, mask, dropout)
-        output = output.expand(len(query), -1, query.shape[1], -1)  # a single row if all queries have the same result
+        output = output.expand(query.shape[0], -1, query.shape[1], -1)  # a single row if all queries have the same result
         return self.out_proj(output.transpose(1, 2).reshape(query.shape))
 
     @torch.no_grad()
@@ -179,7 +180,7 @@ class SpatialSelfAttention(GridAttention):
         else:
             grid, prefix_tokens = (1, T), 0
         q, k, v = [
-            F.linear(tokens, weight, bias).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+            unflatten(F.linear(tokens, weight, bias), 2, (self.num_heads, -1)).transpose(1, 2)
             for tokens, weight, bias in zip((query, key, value), *self._projections())
         ]
         return q * self.scale, k, v, grid, prefix_tokens, attn_mask
@@ -207,4 +208,4 @@ def _checked_mask(mask: Tensor, B: int, num_heads: int, N: int, S: int) -> Tenso
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"attn_mask must be bool or floating-point, got {mask.dtype}")
-    return mask if mask.dim() == 2 else mask.unflatten(0, (-1, num_heads))
+    return mask if mask.dim() == 2 else unflatten(mask, 0, (-1, num_heads))

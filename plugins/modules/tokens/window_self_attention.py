@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ...ops.common.axes import unflatten
 from ...terms.cosine_scale import cosine_operands
 from ...terms.nonlocal_position import Outside, Smoothing
 from ...terms.position_table import table_logits, tap_logits
@@ -253,7 +254,7 @@ class WindowSelfAttention(GridTerms):
 
         def parts_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Attention]:
             q, k = self._operands(q, k)
-            terms = self.relative_terms(q.unflatten(2, self.window_size), self.window_size)
+            terms = self.relative_terms(unflatten(q, 2, self.window_size), self.window_size)
             if table is not None:
                 terms["table"] = table.unsqueeze(0)
             predicted = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
@@ -313,7 +314,7 @@ class WindowSelfAttention(GridTerms):
                 if table is not None:
                     pair = table.unsqueeze(0) if pair is None else table + pair
                 return Attention(q, k, v, pair=masked(pair, mask, q))
-            q, k, v = (tokens.unflatten(2, window) for tokens in (q, k, v))
+            q, k, v = (unflatten(tokens, 2, window) for tokens in (q, k, v))
             rows, columns = self.axis_logits(q, window)
             if mask is not None and rows is not None and columns is not None:
                 mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of row and column masks
@@ -325,7 +326,7 @@ class WindowSelfAttention(GridTerms):
     def _centred(self, x: Tensor) -> Attention:
         """Return what attention in centred windows adds up."""
         H, W = x.shape[1:3]
-        q, k, v = self._project(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q, k, v = unflatten(self._project(x), 3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self._operands(q, k)
         radius = self.radius if self.radius is not None else max(self.window_size)
         reach = min(self.window_size[0] // 2, radius), min(self.window_size[1] // 2, radius)

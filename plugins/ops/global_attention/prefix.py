@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.arguments import check_tensors
+from ..common.axes import unflatten
 from .operands import Terms
 
 
@@ -82,7 +83,7 @@ def _line(prefix: Tensor, cells: Tensor) -> Tensor:
 def _square(prefix: Tensor, cells: Tensor, a: int, b: int) -> Tensor:
     """Join (B, M, P, width) and (B, M, H, W, width) to (B, M, H + a, W + b, width), with 0 in cells without a key."""
     B, M, H, W, width = cells.shape
-    square = pad(prefix, (0, 0, 0, a * b - prefix.shape[2])).unflatten(2, (a, b))
+    square = unflatten(pad(prefix, (0, 0, 0, a * b - prefix.shape[2])), 2, (a, b))
     right, below = cells.new_zeros(()).expand(B, M, H, b, width), cells.new_zeros(()).expand(B, M, a, W, width)
     return torch.cat((torch.cat((cells, right), 3), torch.cat((below, square), 3)), 2)
 

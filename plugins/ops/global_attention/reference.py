@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import at_least_float32
+from ..common.axes import unflatten
 from ..common.softmax import masked_softmax
 
 
@@ -41,7 +42,7 @@ def global_attention_logits(
 def global_attention_probabilities(*operands: Any) -> Tensor:
     """Return the softmax over the keys of :func:`global_attention_logits`, in its shape; 0 for fully masked queries."""
     logits = global_attention_logits(*operands)
-    return masked_softmax(logits.flatten(-2)).unflatten(-1, logits.shape[-2:])
+    return unflatten(masked_softmax(logits.flatten(-2)), -1, logits.shape[-2:])
 
 
 def global_attention(query: Tensor | None, key: Tensor | None, value: Tensor, *others: Any) -> Tensor:

@@ -22,6 +22,7 @@ from ..common.arguments import (
     check_tensors,
     finite,
 )
+from ..common.axes import unfold
 from ..common.backends import closed_form, forced
 from ..common.operator import Operator, counts_of_products
 from ..window_attention.window_attention import window_attention
@@ -132,7 +133,7 @@ def _attend_in_range(
     band = band_logits.expand(-1, -1, T, -1)
     if key_padding_mask is not None:
         behind = max(0, max(T, 1) + K - 1 - padding - (S - drop))
-        taps = pad(key_padding_mask[:, drop:], (padding, behind), value=True).unfold(1, K, 1)[:, :T]
+        taps = unfold(pad(key_padding_mask[:, drop:], (padding, behind), value=True), 1, K)[:, :T]
         band = band.masked_fill(taps.unsqueeze(1), float("-inf"))
     if key is not None:
         key = key[:, :, drop:]
@@ -158,7 +159,8 @@ def _start(start: int | None, terms: Terms, causal: bool) -> int:
                 f"only {S} keys; pass start, the position of the first query"
             )
         return S - T
-    if not isinstance(start, (int, torch.SymInt)):
+    kinds = (int, torch.SymInt, Tensor) if torch.jit.is_tracing() else (int, torch.SymInt)  # sizes are traced
+    if not isinstance(start, kinds):
         raise TypeError(f"start must be an int or None, got {type(start).__name__}")
     if start < 0 or start > LARGEST:
         raise ValueError(f"start must be at least 0 and below 2**31, got {start}")
