@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..modules.tokens.windows import Attend, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention
+from ..ops.common.axes import unflatten
 from ..terms.decomposed import decomposed_logits
 from ..terms.position_table import table_logits
 
@@ -67,9 +68,9 @@ class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
     """Swin block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
-        attn = self.attn
-        if needs_weights(attn):
+        if needs_weights(self.attn, swin_transformer.WindowAttention):
             return super()._attn(x)
+        attn = self.attn
         logits = table_logits(attn.relative_position_bias_table, attn.window_size)
         return _attend_windows(self, x, attn.qkv, TableAttention(logits, attn.scale))
 
@@ -78,9 +79,9 @@ class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
     """Swin V2 block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
-        attn = self.attn
-        if needs_weights(attn):
+        if needs_weights(self.attn, swin_transformer_v2.WindowAttention):
             return super()._attn(x)
+        attn = self.attn
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
         logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained, x)
         attend = TableAttention(logits, logit_scale=attn.logit_scale)
@@ -97,7 +98,7 @@ class AcceleratedSAMAttention(vision_transformer_sam.Attention):
     def forward(self, x: Tensor) -> Tensor:
         if needs_weights(self):
             return super().forward(x)
-        q, k, v = self.qkv(x).unflatten(3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q, k, v = unflatten(self.qkv(x), 3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
         rows, columns = decomposed_logits(q, self.rel_pos_h, self.rel_pos_w)
         output = global_attention(q, k, v, row_logits=rows, column_logits=columns, scale=self.scale)
@@ -117,7 +118,7 @@ class AcceleratedMViTAttention(mvitv2.MultiScaleAttention):
             )
         )
         P = int(self.has_cls_token)
-        query, key, value = q[:, :, P:].unflatten(2, size), k[:, :, P:].unflatten(2, key_size), v[:, :, P:]
+        query, key, value = unflatten(q[:, :, P:], 2, size), unflatten(k[:, :, P:], 2, key_size), v[:, :, P:]
         row_table, column_table = (
             table[: 2 * max(n, m) - 1]  # for a smaller map timm takes the first entries and does not interpolate
             for table, n, m in zip((self.rel_pos_h, self.rel_pos_w), size, key_size)
@@ -126,7 +127,7 @@ class AcceleratedMViTAttention(mvitv2.MultiScaleAttention):
         output = global_attention(
             query,
             key,
-            value.unflatten(2, key_size),
+            unflatten(value, 2, key_size),
             row_logits=rows,
             column_logits=columns,
             prefix_key=k[:, :, :P] if P else None,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
@@ -95,6 +98,101 @@ def test_dropout_and_hooks_get_timms_weights(name):
     model.layers[0].blocks[1].attn.proj.register_forward_hook(lambda *call: seen.append(call[2]))
     model(x)
     assert len(seen) == 2
+
+
+FAMILIES = {  # a model of each kind, its last attention, and the modules in it
+    "swin": ("swin_tiny_patch4_window7_224", "layers.1.blocks.1.attn", "softmax attn_drop qkv proj proj_drop"),
+    "swinv2": ("swinv2_tiny_window8_256", "layers.1.blocks.1.attn", "softmax attn_drop proj proj_drop cpb_mlp"),
+    "sam": ("samvit_base_patch16", "blocks.1.attn", "attn_drop qkv q_norm k_norm proj proj_drop"),
+    "mvit": ("mvitv2_tiny", "stages.3.blocks.1.attn", "qkv proj pool_k norm_k"),
+}
+HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
+def alike(family: str, change: Callable[[nn.Module, list], Any]) -> None:
+    """Change timm's model and an accelerated one: what they record and compute is the same."""
+    name, path, _ = FAMILIES[family]
+    outcomes = []
+    for accelerated in (False, True):
+        model, record = build(name), []
+        for relu in filter(lambda module: isinstance(module, nn.ReLU), model.modules()):
+            relu.inplace = False  # PyTorch allows no backward hooks of all modules otherwise
+        if accelerated:
+            accelerate(model)
+        model.eval()
+        attn = model.get_submodule(path)
+        attn.fused_attn = False  # timm's fused attention passes by its attn_drop
+        with change(attn, record) or contextlib.nullcontext():
+            torch.manual_seed(3)
+            outputs = [model(picture(model, name)) for _ in range(2)]
+            sum(output.square().sum() for output in outputs).backward()
+        outcomes.append((record, torch.stack(outputs).detach()))
+    (expected, outputs), (found, ours) = outcomes
+    assert found == expected
+    torch.testing.assert_close(ours, outputs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("family, part", [(f, p) for f in FAMILIES for p in ["", *FAMILIES[f][2].split()]])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_are_called(family, part, hook):
+    def change(attn: nn.Module, record: list) -> Any:
+        return getattr(attn.get_submodule(part), f"register_{hook}")(lambda *call: record.append(hook))
+
+    alike(family, change)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_of_all_modules_are_called(family, hook):
+    register = getattr(nn.modules.module, f"register_module_{hook}")
+    alike(family, lambda attn, record: register(lambda module, *call: record.append(len(module._modules))))
+
+
+class Halved(nn.Module):
+    def forward(self, x: Tensor, *others: Any, **options: Any) -> Any:
+        return (x / 2, *others) if others else x / 2
+
+
+def replace_forward(attn: nn.Module, record: list) -> None:
+    stock = attn.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        record.append("called")
+        return stock(*arguments, **options)
+
+    attn.forward = forward
+
+
+def drop_in_evaluation(attn: nn.Module, record: list) -> None:
+    attn.attn_drop.p = 0.5
+    attn.attn_drop.train()
+
+
+def replace(part: str) -> Callable[[nn.Module, list], None]:
+    return lambda attn, record: setattr(attn, part, Halved())
+
+
+@pytest.mark.parametrize(
+    "family, change",
+    [
+        *[(family, replace_forward) for family in FAMILIES],
+        *[(family, drop_in_evaluation) for family in ("swin", "swinv2", "sam")],
+        *[(family, replace(part)) for family in ("swin", "swinv2") for part in ("softmax", "attn_drop")],
+    ],
+)
+def test_replaced_parts_are_used(family, change):
+    alike(family, change)
+
+
+@pytest.mark.parametrize("family", ["swin", "swinv2"])
+def test_a_replaced_attention_is_used(family):
+    name, path, _ = FAMILIES[family]
+    model = build(name).eval()
+    accelerate(model)
+    block = model.get_submodule(path.removesuffix(".attn"))
+    block.attn = Halved()
+    x = torch.randn(2, 5, 8, 32).double()
+    torch.testing.assert_close(block._attn(x), x / 2)
 
 
 @pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.axes import unflatten
 from ...terms.cosine_scale import cosine_operands
 from ...terms.log_positions import bounded_logits, log_coordinates
 from ...terms.position_table import table_logits
 from ...terms.remembered import remembered
 from ...terms.window import shifted_window_masks, shifted_window_segments
 from ..common.attention import Attention, checked_queries
-from ..common.untouched import untouched
+from ..common.untouched import has_global_hooks, untouched
 from .token_moves import inverse, reorder, split_heads
 
 Pair = tuple[int, int]
@@ -145,12 +146,19 @@ def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Te
     return F.linear(tokens, qkv.weight, bias) if untouched(qkv, nn.Linear) else qkv(tokens) + bias
 
 
-def needs_weights(stock: Any) -> bool:
-    """Return whether a toolkit's layer must compute its weights: they are dropped, or a hook observes them."""
-    if stock.training and stock.attn_drop.p > 0:
+def needs_weights(attn: Any, stock: type[nn.Module] | None = None) -> bool:
+    """Return whether a toolkit's layer must run its own code, as its weights are dropped or its modules in use.
+
+    Args:
+        attn: The layer, with its ``attn_drop`` and perhaps ``softmax``, which the toolkit calls and our code does not.
+        stock: Class of the toolkit, if our code does not call ``attn`` either.
+    """
+    if has_global_hooks() or (stock is not None and not untouched(attn, stock)):
         return True
-    observed = [stock.attn_drop, stock.softmax, stock] if hasattr(stock, "softmax") else [stock.attn_drop]
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in observed)
+    drop = attn.attn_drop
+    if not untouched(drop, nn.Dropout) or (drop.p > 0 and (drop.training or attn.training)):
+        return True
+    return hasattr(attn, "softmax") and not untouched(attn.softmax, nn.Softmax)
 
 
 def predicted_logits(net: nn.Module, window: Pair, pretrained: Pair | None, like: Tensor) -> Tensor:
@@ -205,7 +213,7 @@ def window_maps(
     """
     H, W = x.shape[1:3]
     N = window[0] * window[1]
-    weights = in_windows(x, window, shift, num_heads, project, attend, result).unflatten(3, (-1, N)).flatten(1, 2)
+    weights = unflatten(in_windows(x, window, shift, num_heads, project, attend, result), 3, (-1, N)).flatten(1, 2)
     # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
     numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
     places = in_windows(
@@ -217,8 +225,8 @@ def window_maps(
         row, column = checked_queries(queries, (H, W), x.device)
         weights, index = weights[:, row * W + column], index[:, row * W + column]
     maps = weights.new_zeros((*weights.shape[:3], 1 + H * W)).scatter_add_(3, index.expand_as(weights), weights)
-    maps = maps[..., 1:].unflatten(3, (H, W)).transpose(1, 2)
-    return maps.unflatten(2, (H, W)) if queries is None else maps
+    maps = unflatten(maps[..., 1:], 3, (H, W)).transpose(1, 2)
+    return unflatten(maps, 2, (H, W)) if queries is None else maps
 
 
 def window_parts(
@@ -244,7 +252,7 @@ def window_parts(
         return torch.cat([attention.weights() for attention in attentions.values()], 3)
 
     maps = window_maps(x, window, shift, num_heads, project, attend, queries, result)
-    return dict(zip(names, maps.unflatten(1, (num_heads, -1)).unbind(2)))
+    return dict(zip(names, unflatten(maps, 1, (num_heads, -1)).unbind(2)))
 
 
 def _cat(tensors: list[Tensor], dim: int) -> Tensor:
