@@ -1,4 +1,4 @@
-"""``torch.func`` on modules: gradients of each sample, and ensembles, are those of plain autograd one call at a time."""
+"""``torch.func`` on modules: gradients of each sample, and ensembles, are those of a loop of plain autograd."""
 
 from __future__ import annotations
 

@@ -109,10 +109,12 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: dict[str, tuple] = {}
+        self.count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == NAMESPACE:
             self.calls[function] = args
+            self.count += 1
         return function(*args, **(kwargs or {}))
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attn_plugins import ops
 from tests.ops.contract_examples import EXAMPLES, OPERATORS
+from tests.ops.test_contract import Calls
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 every_operator = pytest.mark.parametrize("name", OPERATORS)
@@ -58,16 +59,19 @@ def test_grad_and_grad_of_grad(name):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # as of every operator but torch's own
-@every_example
+@every_operator
 def test_jacobians_and_hessians(name):
     call = Call(name, "tiny")
-    jacobian = torch.autograd.functional.jacobian(call.output, call.floats)
-    assert_equal(torch.func.jacrev(call.output, call.numbers)(*call.floats), jacobian)
-    assert_equal(torch.autograd.functional.jacobian(call.output, call.floats, vectorize=True), jacobian)
-    hessian = torch.autograd.functional.hessian(call.loss, call.floats)
-    assert_equal(torch.autograd.functional.hessian(call.loss, call.floats, vectorize=True), hessian)
+    *given, last = call.floats
+    output, loss = (lambda t, function=function: function(*given, t) for function in (call.output, call.loss))
+    jacobian = torch.autograd.functional.jacobian(output, last)
+    assert_equal(torch.func.jacrev(output)(last), jacobian)
+    assert_equal(torch.autograd.functional.jacobian(output, last, vectorize=True), jacobian)
+    hessian = torch.autograd.functional.hessian(loss, last)
+    assert_equal(torch.autograd.functional.hessian(loss, last, vectorize=True), hessian)
+    assert_equal(torch.func.jacrev(torch.func.jacrev(loss))(last), hessian)
     with ops.backend("reference"):
-        assert_equal(torch.func.hessian(call.loss, call.numbers)(*call.floats), hessian)
+        assert_equal(torch.func.hessian(loss)(last), hessian)
 
 
 @pytest.mark.sampled(24)
@@ -84,3 +88,73 @@ def test_vmap_is_a_loop(name, which, order):
     loop = [function(*(arg[n] if over else arg for arg, over in zip(args, mapped))) for n in range(3)]
     expected = torch.stack(loop) if order == "output" else tuple(map(torch.stack, zip(*loop)))
     assert_equal(torch.vmap(function, dims)(*args), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "global_attention, content", "sequence_attention, causal band", "window_attention",
+        "criss_cross_attention, content", "deform_conv2d", "deform_conv1d", "deformable_attention",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [0, 3])
+def test_images_of_all_indices_are_one_call(name, size):
+    """Where each tensor with an axis of images is mapped; weights are everyone's, and not differentiated."""
+    call = Call(name)
+    shared = range(2, 4) if name == "deform_conv2d" else range(2, 3) if name == "deform_conv1d" else ()
+    dims = tuple(None if n in shared else 1 for n in call.numbers)
+    wanted = tuple(n for n in call.numbers if n not in shared)
+    args = [t if over is None else torch.stack([t] * 3, 1)[:, :size] for t, over in zip(call.floats, dims)]
+    with Calls() as recorded:
+        grads = torch.vmap(torch.func.grad(call.loss, wanted), dims)(*args)
+    assert len(recorded.calls) == recorded.count == 2
+    for grad, expected in zip(grads, torch.func.grad(call.loss, wanted)(*call.floats)):
+        assert_equal(grad, expected.expand(size, *expected.shape))
+
+
+@every_operator
+def test_levels_of_vmap(name):
+    """Each pair of an index of the first argument and one of the last, by a random choice of levels and axes."""
+    call = Call(name)
+    first, *others = call.stacks()
+    *same, last = others
+    inner = torch.vmap(call.gradients, (None,) * len(call.numbers[:-1]) + (1,), out_dims=1)
+    outer = torch.vmap(inner, (0,) + (None,) * len(others))
+    grads = outer(first, *call.floats[1:-1], last.movedim(0, 1))
+    for n in range(3):
+        for k in range(3):
+            expected = call.gradients(first[n], *call.floats[1:-1], last[k])
+            assert_equal(tuple(g[n].select(1, k) for g in grads), expected)
+
+
+@every_operator
+def test_vjp_after_its_level(name):
+    """Without the dispatcher, the backward would get the tensors of a level that has ended."""
+    call = Call(name)
+    output, vjp = torch.func.vjp(call.output, *call.floats)
+    with torch.no_grad():
+        grads = vjp(output)
+    leaves = [t.detach().requires_grad_() for t in call.floats]
+    assert_equal(grads, torch.autograd.grad(call.output(*leaves), leaves, output))
+
+
+@every_operator
+def test_autocast(name):
+    call = Call(name)
+    floats = [t.float() for t in call.floats]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.stack([call.output(*floats), call.output(floats[0] / 2, *floats[1:])])
+        outer = torch.vmap(call.output, (0,) + (None,) * len(floats[1:]))
+        actual = outer(torch.stack([floats[0], floats[0] / 2]), *floats[1:])
+    assert actual.dtype == torch.bfloat16
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.sampled(2, every_value=False)
+@every_operator
+def test_compiled(name):
+    torch._dynamo.reset()
+    call = Call(name)
+    function = torch.vmap(call.gradients)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    assert_equal(compiled(*call.stacks()), function(*call.stacks()))

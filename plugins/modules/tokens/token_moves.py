@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.common.axes import unflatten
 from ...ops.common.gradients import is_batched_gradient, transformed
 
 
@@ -77,7 +76,8 @@ def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list
 
 
 def _views(projected: Tensor, sizes: Sequence[int], num_heads: int) -> tuple[Tensor, ...]:
-    heads = unflatten(projected, 2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    n, N, C = projected.shape
+    heads = projected.view(n, N, 3, num_heads, C // (3 * num_heads)).permute(2, 0, 3, 1, 4)
     return tuple(view for part in heads.split(list(sizes), 1) for view in part.unbind(0))
 
 
@@ -97,11 +97,12 @@ class _SplitHeads(torch.autograd.Function):
 
 def _joined(sizes: Sequence[int], num_heads: int, *parts: Tensor) -> Tensor:
     """Return the (n, N, 3 * M * d) whose :func:`_views` are ``parts``."""
+    _, _, N, d = parts[0].shape
+    shape = (sum(sizes), N, 3 * num_heads * d)
     if transformed() or any(map(is_batched_gradient, parts)):  # which cannot be written to a tensor made here
         heads = torch.cat([torch.stack(parts[i : i + 3]) for i in range(0, len(parts), 3)], 1)
-        return heads.permute(1, 3, 0, 2, 4).flatten(2)
-    _, _, N, d = parts[0].shape
-    joined = parts[0].new_empty((sum(sizes), N, 3 * num_heads * d))
+        return heads.permute(1, 3, 0, 2, 4).reshape(shape)
+    joined = parts[0].new_empty(shape)
     for view, part in zip(_views(joined, sizes, num_heads), parts):
         view.copy_(part)
     return joined

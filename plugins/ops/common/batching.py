@@ -29,7 +29,7 @@ def mapped(
     """
     over = [isinstance(axis, int) for axis in in_dims]
     args = [arg.movedim(axis, 0) if isinstance(axis, int) else arg for arg, axis in zip(args, in_dims)]
-    images = {arg.shape[1] if arg.dim() > 1 else None for arg, moved in zip(args, over) if moved}
+    images = {arg.shape[1] for arg, moved in zip(args, over) if moved and arg.dim() > 2}  # not of an empty result
     single = len(operator._schema.returns) == 1
     if (
         shared is not None

@@ -63,3 +63,18 @@ def test_a_strided_view_is_converted():
         assert torch.equal(to_channels_last(view), view)
         assert to_channels_last(view).is_contiguous(memory_format=torch.channels_last)
         assert in_format_of(x, view).is_contiguous()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_torch_func_and_batched_gradients():
+    """Under ``torch.func`` a map has no format, and no copy is made."""
+    x, weight = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(3, 1, 1, dtype=torch.float64)
+
+    def converted(x):
+        return memory_format.add_scaled(x, weight.sum(), in_format_of(x, to_channels_last(x.square() * weight)))
+
+    jacobian = torch.autograd.functional.jacobian(converted, x)
+    torch.testing.assert_close(torch.func.jacrev(converted)(x), jacobian)
+    torch.testing.assert_close(torch.func.jacfwd(converted)(x), jacobian)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(converted, x, vectorize=True), jacobian)
+    torch.testing.assert_close(torch.vmap(converted)(x[:, None]), converted(x)[:, None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
@@ -51,3 +52,31 @@ def test_a_part_without_a_gradient_has_zeros():
     expected = torch.zeros(2, 4, 6)
     expected[0, :, :2], expected[0, :, 4:] = 1, 2
     assert torch.equal(projected.grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("name", ["reorder", "split_heads", "one part"])
+def test_torch_func_and_batched_gradients(name):
+    torch.manual_seed(0)
+    tokens = torch.randn(3, 4, 6, dtype=torch.float64)
+
+    def moved(x):
+        if name == "reorder":
+            return reorder(x.flatten(1).square(), torch.tensor([2, 0, 1]))
+        parts = split_heads(x.square(), [2, 1], 1)
+        return parts[0][1] if name == "one part" else torch.cat([t.flatten() for t in sum(parts, ())])
+
+    def loss(x):
+        return moved(x).pow(3).sum()
+
+    jacobian, hessian = (
+        torch.autograd.functional.jacobian(moved, tokens),
+        torch.autograd.functional.hessian(loss, tokens),
+    )
+    torch.testing.assert_close(torch.func.jacrev(moved)(tokens), jacobian)
+    torch.testing.assert_close(torch.func.hessian(loss)(tokens), hessian)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(moved, tokens, vectorize=True), jacobian)
+    torch.testing.assert_close(torch.autograd.functional.hessian(loss, tokens, vectorize=True), hessian)
+    stack = torch.stack([tokens, tokens.flip(0)])
+    expected = torch.stack([torch.func.grad(loss)(x) for x in stack])
+    torch.testing.assert_close(torch.vmap(torch.func.grad(loss))(stack), expected)
