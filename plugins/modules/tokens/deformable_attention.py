@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops import deformable_attention
+from ...ops.common.arguments import broadcasts
+from ...ops.common.axes import unflatten
 from ...ops.deformable_attention.deformable_attention import shapes_on_host
 from ...terms.saliency import sampled_saliency
 from ..common.checks import check_fits, check_heads, check_padding_mask, check_tensor, positive
@@ -153,7 +155,7 @@ class MultiScaleDeformableAttention(SampledSaliency):
             query_pos: (Q, B, C), added to ``query`` before it predicts weights and offsets.
             key_padding_mask: (B, S), bool; True for padding, whose values are set to 0.
             reference_points: (B, Q, L, 2) as (x, y), 0 to 1 on the map; or boxes (B, Q, L, 4) as (x, y, w, h), whose
-                half sizes, divided by K, are the unit of the offsets.
+                half sizes, divided by K, are the unit of the offsets. B, Q and L may be 1, as may B and S of the mask.
             spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2).
             level_start_index: Ignored: it follows from ``spatial_shapes``.
             **kwargs: Ignored; mmcv's transformer layers pass arguments of other attention modules.
@@ -184,12 +186,13 @@ def attend(
 ) -> Tensor:
     """Run :meth:`MultiScaleDeformableAttention.forward` for any module with its attributes, including mmcv's."""
     value = query if value is None else value
-    for name, tokens in (("query", query), ("value", value)):
+    for name, tokens, child in (("query", query, module.sampling_offsets), ("value", value, module.value_proj)):
         check_tensor(name, tokens)
-        if tokens.dim() != 3 or tokens.shape[2] != module.embed_dims:
+        width = getattr(child, "in_features", module.embed_dims)
+        if tokens.dim() != 3 or tokens.shape[2] != width:
             axes = "B, ·" if module.batch_first else "·, B"
-            raise ValueError(f"{name} must have shape ({axes}, {module.embed_dims}), got {tuple(tokens.shape)}")
-        check_fits(name, tokens, module.value_proj)
+            raise ValueError(f"{name} must have shape ({axes}, {width}), got {tuple(tokens.shape)}")
+        check_fits(name, tokens, child)
     check_tensor("reference_points", reference_points)
     assert reference_points is not None
     if spatial_shapes is None:
@@ -204,17 +207,20 @@ def attend(
     M, L = module.num_heads, module.num_levels
     if len(shapes) != L:
         raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
-    if tuple(reference_points.shape) not in ((B, Q, L, 2), (B, Q, L, 4)):
+    if not any(broadcasts(reference_points, (B, Q, L, numbers), 3) for numbers in (2, 4)):
         raise ValueError(
             f"reference_points must have shape {(B, Q, L)} + (2,) for points or (4,) for boxes, "
             f"got {tuple(reference_points.shape)}"
         )
     values = module.value_proj(value)
     if key_padding_mask is not None:
-        check_padding_mask(key_padding_mask, B, values.shape[1], values.device)
+        S = values.shape[1]
+        if isinstance(key_padding_mask, Tensor) and broadcasts(torch.atleast_2d(key_padding_mask), (B, S), 2):
+            key_padding_mask = key_padding_mask.expand(B, S)
+        check_padding_mask(key_padding_mask, B, S, values.device)
         values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
     locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
-    output = deformable_attention(values.unflatten(2, (M, -1)), shapes, locations, weights)
+    output = deformable_attention(unflatten(values, 2, (M, -1)), shapes, locations, weights)
     output = module.output_proj(output)
     if not module.batch_first:
         output = output.transpose(0, 1)

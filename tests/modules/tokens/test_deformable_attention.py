@@ -165,7 +165,7 @@ def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypat
         (dict(spatial_shapes=torch.tensor([4, 6])), r"spatial_shapes must be an integer Tensor \(L, 2\)"),
         (dict(spatial_shapes=((5, 6),)), "spatial_shapes must have num_levels = 2 levels, got 1"),
         (dict(spatial_shapes=((4, 6), (2, 4))), "spatial_shapes must have as many pixels as value has keys, 30"),
-        (dict(reference_points=torch.rand(2, 5, 1, 2)), r"must have shape \(2, 5, 2\) \+ \(2,\) for points or \(4,\)"),
+        (dict(reference_points=torch.rand(2, 4, 2, 2)), r"must have shape \(2, 5, 2\) \+ \(2,\) for points or \(4,\)"),
         (dict(reference_points=torch.rand(2, 5, 2, 3)), r"or \(4,\) for boxes, got \(2, 5, 2, 3\)"),
     ],
 )
