@@ -6,6 +6,7 @@ import pytest
 import torch
 from fvcore.nn import FlopCountAnalysis
 from mmcv.cnn import NonLocal2d
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.analysis import FlopAnalyzer, get_model_complexity_info
@@ -83,6 +84,14 @@ def test_swins_windows_have_the_stock_layers_count(counter, shift):
     stock = counted(counter, Swin(), inputs)
     drop_in.replace()
     assert counted(counter, Swin(), inputs) == stock
+
+
+@COUNTERS
+def test_multi_head_attention_has_the_stock_layers_count(counter):
+    inputs = torch.rand(90, 2, 64)
+    stock = counted(counter, MultiheadAttention(64, 4), inputs)
+    drop_in.replace()
+    assert counted(counter, MultiheadAttention(64, 4), inputs) == stock
 
 
 def test_complexity_of_a_model_includes_our_operators():

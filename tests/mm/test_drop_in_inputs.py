@@ -134,9 +134,7 @@ def test_sizes_of_maps_for_windows(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(
-    "x", [lambda: torch.rand(C, B, 7, 9).transpose(0, 1), lambda: torch.rand(1, C, 7, 9).expand(B, -1, -1, -1)]
-)
+@pytest.mark.parametrize("stored", [(C, B), (1, C)])
 @pytest.mark.parametrize("name, options", [
     ("GeneralizedAttention", dict(in_channels=C)),
     ("DCN", dict(in_channels=C, out_channels=8, kernel_size=3, stride=np.int64(2))),
