@@ -16,6 +16,7 @@ from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
 from ..modules.common.checks import one_of
+from ..modules.common.untouched import called_dropout
 from ..modules.tokens.window_self_attention import Position, Version, Window, WindowSelfAttention, check_centred
 from ..terms.nonlocal_position import Outside, Smoothing
 from ..terms.position_table import resize_position_table
@@ -91,7 +92,7 @@ class SwinAttention(WindowSelfAttention):
         for name in SHARED:
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(stock, name))
-        self.proj_drop = stock.proj_drop
+        self.attn_drop, self.proj_drop = stock.attn_drop, stock.proj_drop
 
     def reset_parameters(self) -> None:
         """Initialise the parameters that timm's rules for linear layers do not cover."""
@@ -100,6 +101,9 @@ class SwinAttention(WindowSelfAttention):
     def forward(self, x: Tensor) -> Tensor:
         """Compute window attention, (B, H, W, C) -> (B, H, W, C)."""
         return self.proj_drop(super().forward(x))
+
+    def _dropout(self) -> nn.Module | float:
+        return called_dropout(self.attn_drop)
 
     def set_window_size(self, window_size: Sequence[int]) -> None:
         """Change the window size; a table is interpolated in the same way as in timm."""

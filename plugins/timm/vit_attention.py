@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..modules.common.attention import checked_queries
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
+from ..modules.common.untouched import called_dropout
 from ..modules.tokens.grid_attention import GridAttention, check_grid
 from ..modules.tokens.grid_terms import Grid
 from ..ops.common.axes import unflatten
@@ -109,8 +110,7 @@ class ViTAttention(GridAttention):
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         q, k, v, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
-        dropout = self.attn_drop.p if self.training else 0.0
-        output = self.attend(x, q, k, v, grid, prefix, mask=mask, dropout=dropout)
+        output = self.attend(x, q, k, v, grid, prefix, mask=mask, dropout=called_dropout(self.attn_drop))
         B, T, C = x.shape
         output = output.expand(B, -1, T, -1).transpose(1, 2).reshape(B, T, C)  # one query if all are equal
         return self.proj_drop(self.proj(self.norm(output)))

@@ -83,17 +83,19 @@ class Attention(NamedTuple):
     shift: Tensor | None = None
     scale: float = 1.0
 
-    def attend(self, dropout: float = 0.0) -> Tensor:
+    def attend(self, dropout: nn.Module | float = 0.0) -> Tensor:
         """Compute the weighted sums of values by the operator for this kind of keys.
 
         Args:
-            dropout: Dropout probability of the weights, which are then held in memory.
+            dropout: Dropout probability of the weights, or a module that is called with them. They are then held in
+                memory.
 
         Returns:
             (B, M, Hq, Wq, dv) or (B, M, T, dv); size 1 along axes of queries that no term has.
         """
-        if dropout:
-            return self.mixed(F.dropout(self.weights().to(self.value.dtype), dropout))
+        if isinstance(dropout, nn.Module) or dropout:
+            weights = self.weights().to(self.value.dtype)
+            return self.mixed(dropout(weights) if isinstance(dropout, nn.Module) else F.dropout(weights, dropout))
         if self.window is not None:
             query, key, taps = self._in_window()
             kernel, stride, padding, dilation, zero_border = self.window

@@ -27,6 +27,11 @@ def has_global_hooks() -> bool:
     return any(getattr(_module, f"_global{name}") for name in _HOOKS)
 
 
+def called_dropout(dropout: nn.Module) -> nn.Module | float:
+    """Return ``dropout`` if it must be called with attention weights, as it acts or somebody uses it, otherwise 0."""
+    return dropout if drops(dropout) or not untouched(dropout, nn.Dropout) else 0.0
+
+
 def drops(dropout: nn.Module) -> bool:
     """Return whether ``dropout`` changes its input now; a model in eval mode may contain active dropout."""
     return dropout.training and getattr(dropout, "p", 1.0) > 0

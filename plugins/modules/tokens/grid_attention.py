@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.common.axes import unflatten
@@ -34,7 +34,7 @@ class GridAttention(GridTerms):
         prefix: int = 0,
         padding: Tensor | None = None,
         mask: Tensor | None = None,
-        dropout: float = 0.0,
+        dropout: nn.Module | float = 0.0,
     ) -> Tensor:
         """Attend from all tokens to all tokens.
 
@@ -48,13 +48,19 @@ class GridAttention(GridTerms):
             padding: (B, S), True for keys to leave out.
             mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits, which are then held
                 in memory.
-            dropout: Dropout probability of the attention weights, which are then held in memory.
+            dropout: See :meth:`.Attention.attend`.
 
         Returns:
             (B, M, T or 1, dv); fully masked queries return zeros.
         """
         of_pairs = self.predictor is not None and (self.radius is None or prefix > 0)
-        if of_pairs or dropout or mask is not None or (prefix and padding is not None):
+        if (
+            of_pairs
+            or isinstance(dropout, nn.Module)
+            or dropout
+            or mask is not None
+            or (prefix and padding is not None)
+        ):
             return self.pairs(x, q, k, v, grid, prefix, padding, mask).attend(dropout)
         if prefix:
             query, key, by_key = self._content(q[:, :, :prefix], k)

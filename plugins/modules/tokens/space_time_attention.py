@@ -17,6 +17,7 @@ from ...ops import global_attention, sequence_attention
 from ...ops.common.axes import unflatten
 from ..common.attention import Attention
 from ..common.checks import check_heads, check_sequence, one_of
+from ..common.untouched import drops, untouched
 from .space_time_regions import ClipGrid, Region, grouped, ungrouped
 
 Pattern = Literal["space", "joint", "divided", "local_global", "axial"]
@@ -182,8 +183,9 @@ class RegionAttention(nn.Module):
     ) -> None:
         super().__init__()
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.num_heads, self.region, self.dropout = num_heads, region, dropout
+        self.num_heads, self.region = num_heads, region
         self.qkv = nn.Linear(embed_dim, 3 * embed_dim, bias=qkv_bias, **factory)
+        self.attn_drop = nn.Dropout(dropout)
         self.proj = nn.Linear(embed_dim, embed_dim, bias=proj_bias, **factory)
         self.reset_parameters()
 
@@ -234,8 +236,10 @@ class RegionAttention(nn.Module):
         """Attend within groups (B, G, L, 3 * C), each preceded by the prefix (B, P, 3 * C): (B, G, P + L, C)."""
         q, k, v = self._heads(groups, prefix)
         scale, L = float(q.shape[3]) ** -0.5, q.shape[2]  # a tensor while traced
-        if self.training and self.dropout:
-            output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout, scale=scale)
+        if not untouched(self.attn_drop, nn.Dropout):
+            output = Attention(q, k, v, scale=scale).attend(self.attn_drop)
+        elif drops(self.attn_drop):
+            output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p, scale=scale)
         elif L <= _SHORT and not q.is_cuda:
             output = sequence_attention(q, k, v, scale=scale)
         else:

@@ -205,10 +205,10 @@ class WindowSelfAttention(GridTerms):
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
-        dropout = self.dropout if self.training else 0.0
+        dropout = self._dropout()
         if self.window == "centred":
             return self.proj(self._centred(x).attend(dropout).permute(0, 2, 3, 1, 4).flatten(3))
-        attend = self._attention(by_axes=not dropout)
+        attend = self._attention(by_axes=dropout == 0)
         return self.proj(in_windows(x, *self._windows(), attend, lambda attention: attention.attend(dropout)))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
@@ -273,6 +273,10 @@ class WindowSelfAttention(GridTerms):
         """Return the table's logits for all pairs of a window's tokens, (M, N, N); None without a table."""
         table = self._offset_table()
         return None if table is None else table_logits(table, self.window_size)
+
+    def _dropout(self) -> nn.Module | float:
+        """Return the dropout of the weights now; see :meth:`.Attention.attend`."""
+        return self.dropout if self.training else 0.0
 
     def _check(self, x: Tensor) -> None:
         check_tensor("x", x)
