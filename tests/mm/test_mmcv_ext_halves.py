@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 import torch
 from mmcv import ops
+from mmdet.registry import MODELS
+from mmdet.utils import register_all_modules
+from mmengine.config import Config
+from mmengine.structures import InstanceData
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -110,3 +114,26 @@ def test_every_function_takes_halves(dtype: torch.dtype) -> None:
     # mmcv's backward of carafe_naive asks for `is_musa` on CPUs; that of carafe calls the same function.
     left_out = {name for name in OPERATORS if name.startswith("sync_bn") and dtype == torch.bfloat16}
     assert called == OPERATORS.keys() - left_out - {"carafe_naive_backward"}
+
+
+def test_losses_of_mask2former_in_float16_are_those_of_float32_outside_autocast() -> None:
+    """mmdet counts masks times 12,544 points in the scores' dtype: from 6 masks on, that is infinite in float16."""
+    register_all_modules(init_default_scope=False)
+    config = Config.fromfile(Config._get_cfg_path("mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", "x.py")[0])
+    model = config.model
+    head = MODELS.build(dict(model.panoptic_head, train_cfg=model.train_cfg, test_cfg=model.test_cfg))
+    stock = head.loss_by_feat
+
+    def in_float32(scores: list[Tensor], masks: list[Tensor], *rest: Any) -> dict[str, Tensor]:
+        with torch.autocast(masks[0].device.type, enabled=False):
+            return stock([s.float() for s in scores], [m.float() for m in masks], *rest)
+
+    labels = [InstanceData(labels=torch.arange(4), masks=torch.rand(4, 32, 32).gt(0.5).long()) for _ in range(2)]
+    outputs = [torch.randn(2, 100, 81).half()], [4 * torch.randn(2, 100, 32, 32).half()]
+    losses = []
+    for compute, dtype in ((stock, torch.float16), (in_float32, torch.float16), (in_float32, None)):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype or torch.float16, enabled=dtype is not None):
+            losses.append(float(compute(*outputs, labels, [{}, {}])["loss_mask"]))
+    assert losses[0] in (0, pytest.approx(float("nan"), nan_ok=True))
+    assert losses[1] == losses[2] > 1

@@ -237,6 +237,26 @@ def test_runs_on_the_stand_in(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["faster_rcnn/faster-rcnn_r50_fpn_1x_coco", "mask_rcnn/mask-rcnn_r50_fpn_1x_coco",
+                                  "dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco",
+                                  "mask2former/mask2former_r50_8xb2-lsj-50e_coco"])  # fmt: skip
+def test_runs_in_bfloat16(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.SIZE", (64, 96))
+    config, model = build(f"mmdet::{name}.py")
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+    batch = inputs("mmdet", config)
+    with extension(mmcv_ext):
+        losses, grads = train(model, batch)
+        predictions = predict(model, batch)
+    assert np.isfinite(list(losses.values())).all()
+    assert losses.get("loss_mask", 1) > 0
+    assert grads
+    assert all(grad.isfinite().all() for grad in grads.values())
+    assert sum(tensor.numel() for tensor in predictions)
+    assert all(tensor.isfinite().all() for tensor in predictions)
+
+
+@pytest.mark.slow
 def test_clrnet_predicts_lanes_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """CLRNet calls line NMS on GPUs only, and compiled mmcv has no kernel for CPUs."""
     from mmdet.models.dense_heads.clr_head.clr_head import CLRHead
