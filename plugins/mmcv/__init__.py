@@ -34,7 +34,7 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
 from . import stand_in  # noqa: F401
-from .attended import Attended  # noqa: F401  registers itself
+from .attended import Attended
 from .backbones import AAResNet, load_from_safetensors
 from .layers import (
     AAConv2d,
@@ -50,7 +50,7 @@ from .layers import (
     NonLocalAttention2d,
     NonLocalAttention3d,
 )
-from .lazy import register_lazily
+from .registration import register, register_lazily
 
 __all__ = [
     "AAConv2d",
@@ -68,8 +68,9 @@ __all__ = [
     "NonLocalAttention3d",
 ]
 
+register(MODELS, Attended)
 for _name in __all__:
-    MODELS.register_module(module=globals()[_name])
+    register(MODELS, globals()[_name])
 register_lazily(
     MODELS, "heads", "AttentionHead", "NonLocalAttentionHead", "SingleConvASPPHead", "StemResNet", "UNetHead"
 )

@@ -28,7 +28,6 @@ STOCK: dict[str, Any] = {
 _QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # decoder layers of object queries in mmdet and mmseg
 
 
-@MODELS.register_module()
 def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) -> nn.Module:
     """Build an upstream model and replace attention layers in it, selected by their module paths.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import mmdet.models
 import pytest
 import torch
@@ -159,3 +161,43 @@ def test_non_local_layers_start_as_the_identity_again(axes, size):
     torch.nn.init.ones_(layer.conv_out.weight)
     layer.init_weights()
     assert torch.equal(layer(x), x)
+
+
+REPEATED = """
+    import importlib, sys
+    from mmengine.registry import METRICS, MODELS
+    sys.modules["attn_plugins.mmcv.backbones"] = None  # the first import fails
+    for _ in range(2):
+        try:
+            import attn_plugins.mmcv
+        except ImportError as error:
+            assert "backbones" in str(error), error
+        else:
+            raise AssertionError
+    del sys.modules["attn_plugins.mmcv.backbones"]
+    import attn_plugins.mmcv.drop_in
+    for _ in range(2):
+        for name in [name for name in sys.modules if name.startswith("attn_plugins.mmcv.")]:
+            importlib.reload(sys.modules[name])
+        importlib.reload(attn_plugins.mmcv)
+    for name in [name for name in sys.modules if name.startswith("attn_plugins.mmcv")]:
+        del sys.modules[name]
+    import attn_plugins.mmcv as again
+    import attn_plugins.mmcv.drop_in as drop_in
+    assert MODELS.get("AAConv2d") is again.AAConv2d
+    assert MODELS.get("DCN") is drop_in.DCN
+    assert type(METRICS.build(dict(type="BoundaryMetric"))).__module__ == "attn_plugins.mmcv.boundary"
+
+    class AAConv2d: pass
+    MODELS.register_module(module=AAConv2d, force=True)
+    try:
+        importlib.reload(again)
+    except KeyError as error:
+        assert "AAConv2d is already registered" in str(error)
+    else:
+        raise AssertionError
+"""
+
+
+def test_a_repeated_import_registers_again(python):
+    python(textwrap.dedent(REPEATED))

@@ -1,4 +1,4 @@
-"""Registry names whose classes are imported when they are first built, so that mmdet works without mmsegmentation."""
+"""Registration of this package's names, once more after a reload, and of classes that are imported when first built."""
 
 from __future__ import annotations
 
@@ -10,13 +10,26 @@ from typing import Any
 from mmengine.registry import Registry
 
 
+def register(registry: Registry, module: Any) -> None:
+    """Register a class or function, in place of an earlier one of this package.
+
+    A package is imported again after ``importlib.reload``, in notebooks, and after an import that failed.
+
+    Raises:
+        KeyError: The name belongs to another package.
+    """
+    name = module.__name__
+    owner = getattr(registry.module_dict.get(name), "__module__", "")
+    registry.register_module(name=name, module=module, force=owner.startswith("attn_plugins."))
+
+
 def register_lazily(registry: Registry, module: str, *names: str) -> None:
     """Register the classes ``names`` of ``module``, a module of this package that needs mmseg, without importing it.
 
     ``module`` registers the classes itself on its import, with ``register_module(force=True)``.
     """
     for name in names:
-        registry.register_module(name=name, module=_builder(module, name))
+        register(registry, _builder(module, name))
 
 
 def _builder(module: str, name: str) -> Callable[..., Any]:
