@@ -16,7 +16,8 @@ from .backends import Gradients
 _PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 transformed = torch._C._are_functorch_transforms_active  # whether within grad, vmap, ... of torch.func
-is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched=True)
+# Whether a tensor is a stack within torch.autograd.grad(is_grads_batched=True); torch >= 2.3
+is_batched_gradient = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
 _is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 
 

@@ -9,8 +9,8 @@
     output = ATTEND(Terms(query, key, value, position_logits), Options(...))
 
 defines ``torch.ops.attn_plugins.window_attention`` and ``window_attention_backward`` on all devices, with fake
-functions, gradients of both orders, autocast and FLOP formulas. Terms are the tensors that have gradients; options are
-everything else, numbers and masks.
+functions, gradients of both orders, ``torch.func``, autocast and FLOP formulas. Terms are the tensors that have
+gradients; options are everything else, numbers and masks.
 """
 
 from __future__ import annotations

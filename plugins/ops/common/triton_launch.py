@@ -65,7 +65,8 @@ def recorded(capability: tuple[int, int] = OLDEST_CAPABILITY) -> Iterator[list[L
         capability: Of the device that tiles are chosen for.
     """
     before = _state.recording, _state.capability
-    _state.recording, _state.capability = launches, _ = [], capability
+    launches: list[Launch] = []
+    _state.recording, _state.capability = launches, capability
     try:
         yield launches
     finally:
