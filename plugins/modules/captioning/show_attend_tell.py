@@ -99,7 +99,7 @@ class ShowAttendTell(nn.Module):
         """
         check_sequence("words", words, self.word_dim, self.first_hidden)
         check_source("source", source, self.source_dim, words.shape[0], self.first_hidden)
-        check_padding_mask(padding_mask, *source.shape[:2], source.device)
+        check_padding_mask(padding_mask, source.shape[0], source.shape[1], source.device)
         words = self.dropout(words)
         hidden, cell, keys = self.first_state(source, padding_mask) if state is None else state
         features, alignments = [], []
