@@ -12,16 +12,13 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Optional
 
 from fairseq.data import Dictionary
-from fairseq.dataclass import FairseqDataclass
 from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask, register_task
-from omegaconf import MISSING
 
 from ..captioning import files
 from ..captioning.caption_files import (
@@ -35,6 +32,7 @@ from ..captioning.caption_files import (
     read_splits,
 )
 from ..captioning.region_features import RegionFeatures
+from .captioning_config import CaptioningConfig
 from .captioning_dataset import CaptionedImage, CaptioningDataset
 from .registries import forget
 
@@ -48,61 +46,6 @@ UNSUPPORTED = {  # options of generation
     "retain_dropout": "whose models apply dropout in training only",
 }
 ORACLE_WORDS = 1000  # the thesis uses the most frequent words as labels (section 2.5.2)
-
-
-@dataclass
-class CaptioningConfig(FairseqDataclass):
-    """Options of the task ``captioning``."""
-
-    data: str = field(default=MISSING, metadata={"help": "folder of the files below"})
-    splits: Optional[str] = field(
-        default=None, metadata={"help": "file with the split of each image, in Karpathy's format (DATA/splits.json)"}
-    )
-    captions: Optional[str] = field(
-        default=None,
-        metadata={
-            "help": "captions in COCO format, several files separated by colons (DATA/captions.json; if it does not "
-            "exist, the captions in the file of splits)"
-        },
-    )
-    regions: Optional[str] = field(
-        default=None,
-        metadata={
-            "help": "region features of all images: DATA/regions.npz, .tsv (bottom-up-attention) or .hdf5 "
-            "(Meshed-Memory Transformer)"
-        },
-    )
-    attributes: Optional[str] = field(
-        default=None,
-        metadata={
-            "help": 'attributes of all images, {"image id": [["word", probability], ...]} (DATA/attributes.json)'
-        },
-    )
-    dictionary: Optional[str] = field(
-        default=None, metadata={"help": "vocabulary, created if it does not exist (DATA/dict.txt)"}
-    )
-    min_word_count: int = field(
-        default=5, metadata={"help": "minimum number of occurrences in the training captions for a new dictionary"}
-    )
-    max_attributes: int = field(default=20, metadata={"help": "maximum attributes per image, the most probable ones"})
-    oracle_attributes: bool = field(
-        default=False,
-        metadata={
-            "help": "take an image's attributes from its own captions: those of the 1000 most frequent words that "
-            "occur in most of its captions"
-        },
-    )
-    one_caption_per_image: bool = field(
-        default=False,
-        metadata={"help": "use one training sample per image, not per caption (for --criterion self_critical)"},
-    )
-    skip_invalid_samples: bool = field(
-        default=False, metadata={"help": "skip invalid samples with a line in the log instead of an error"}
-    )
-    results_json: Optional[str] = field(
-        default=None,
-        metadata={"help": 'fairseq-generate: write [{"image_id", "caption"}, ...] to this file, in COCO format'},
-    )
 
 
 @register_task("captioning", dataclass=CaptioningConfig)

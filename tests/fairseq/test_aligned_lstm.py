@@ -73,7 +73,7 @@ def build(alignment: str, **options) -> AlignedLSTMModel:
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 def test_two_threads_keep_their_own_sources(recurrence):
     """Both wait for each other before their first attention, when the keys of both are projected."""
-    model = build("additive", recurrence=recurrence).eval()
+    model = build("additive", recurrence=recurrence).eval().double()
     samples = [batch(model), batch(model)]
     expected = [model(**sample)[0] for sample in samples]
     together, started = threading.Barrier(2, timeout=60), threading.local()
