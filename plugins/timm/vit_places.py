@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..modules.common.kept import backward_pass, keep, kept
 from ..modules.tokens.grid_terms import Grid
+from ..ops.common.gradients import is_compiling
 
 SEVERAL = (0, 0)  # in place of a grid, if every image of the batch has its own
 
@@ -74,7 +75,7 @@ def _begin(embedded: Any) -> Any:
         grid = SEVERAL if embedded[1] is None else (embedded[1][0], embedded[1][1])
     else:
         grid = (embedded.shape[1], embedded.shape[2])
-    if torch.compiler.is_compiling():
+    if is_compiling():
         _record.latest = -1, grid
     else:
         _record.latest = backward_pass(), grid
@@ -114,10 +115,10 @@ class _BlockHooks:
 
     def enter(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         # torch.compile does not allow changes of outer state under gradient checkpointing.
-        return None if torch.compiler.is_compiling() else (_enter(inputs[0], self.block), *inputs[1:])
+        return None if is_compiling() else (_enter(inputs[0], self.block), *inputs[1:])
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
-        return None if torch.compiler.is_compiling() else _leave(output, self.block, self.last)
+        return None if is_compiling() else _leave(output, self.block, self.last)
 
 
 class Places:
@@ -141,7 +142,7 @@ class Places:
         if not _is_dynamic(self.model):
             H, W = self.model.patch_embed.grid_size  # type: ignore[union-attr, misc]
             return H, W
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _record.latest[1]
         grid = kept(x, "grid")
         if grid is None:
