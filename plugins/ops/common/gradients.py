@@ -16,9 +16,8 @@ from .backends import Gradients
 _PLAIN = (Tensor, torch.nn.Parameter)
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 transformed = torch._C._are_functorch_transforms_active  # whether within grad, vmap, ... of torch.func
-# Whether a tensor is a stack within torch.autograd.grad(is_grads_batched=True); torch >= 2.3
-is_batched_gradient = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)
-_is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
+_is_stack = getattr(torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False)  # torch >= 2.3
+is_compiling = getattr(torch.compiler, "is_compiling", lambda: False)  # torch >= 2.3
 
 
 class Differentiable:
@@ -81,9 +80,14 @@ class Differentiable:
             return compute(*args)
 
 
+def is_batched_gradient(tensor: Tensor) -> bool:
+    """Return whether a tensor is a stack within ``torch.autograd.grad(is_grads_batched=True)``."""
+    return not is_compiling() and _is_stack(tensor)  # dynamo cannot trace the question, and knows no such tensors
+
+
 def traced() -> bool:
     """Return whether a compiler or a tracer records operations."""
-    return _is_compiling() or torch._C._get_tracing_state() is not None
+    return is_compiling() or torch._C._get_tracing_state() is not None
 
 
 def unobserved(args: Sequence[Any]) -> bool:
