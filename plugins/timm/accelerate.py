@@ -32,7 +32,9 @@ def accelerate(model: nn.Module) -> list[str]:
     Supported are blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` except ``swinv2_cr_*``) and the attention with
     decomposed positions of SAM (``samvit_*``) and MViTv2 (``mvitv2_*``). Outputs and gradients equal timm's up to
     rounding, in training and evaluation, except that masks of shifted windows are -inf instead of -100. timm's own code
-    runs where attention weights are needed: for dropout of weights in training, and for hooks on them.
+    runs where others take part in what is replaced: dropout of weights, also in evaluation; hooks of any kind on a
+    window attention, its ``softmax`` or ``attn_drop``, or on all modules; and replacements of these modules or of their
+    ``forward``.
     ``torch.compile(fullgraph=True, dynamic=True)`` supports Swin with symbolic sizes, and recompiles for another image
     size as it does for timm's layers.
 
