@@ -33,7 +33,7 @@ class PartsReinitialised(nn.Module):
         """Initialise the parameters of all parts again, then the layer's own; mmengine calls this hook."""
         for part in reversed(list(self.modules())):
             if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+                part.reset_parameters()  # type: ignore[operator]
 
 
 class Normalised(Reinitialised):
