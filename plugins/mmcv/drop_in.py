@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import mmcv.cnn  # noqa: F401  registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
+from mmcv.cnn import Scale  # mmcv.cnn registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
 from mmengine.registry import MODELS
@@ -34,7 +34,9 @@ from torch import Tensor
 
 from .. import ops
 from ..modules import CrissCrossAttention2d
+from ..modules.common.untouched import has_global_hooks, untouched
 from ..modules.maps.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
+from ..modules.maps.memory_format import add_scaled, in_format_of
 from ..ops.deform_conv.edge_rule import without_edge_gradients
 from . import transformer, window_attention
 from .layers import Reinitialised
@@ -54,6 +56,13 @@ class CrissCrossAttention(CrissCrossAttention2d):
 
     def __init__(self, in_channels: int) -> None:
         super().__init__(in_channels)
+        self.gamma = Scale(0)
+
+    def add(self, x: Tensor, attended: Tensor) -> Tensor:
+        """See the base; mmcv's ``gamma`` is called where somebody hooks or replaces it."""
+        if untouched(self.gamma, Scale) and not has_global_hooks():
+            return add_scaled(x, self.gamma.scale, attended)
+        return x + self.gamma(in_format_of(x, attended))
 
 
 class DCN(DeformConv2dPack):

@@ -77,7 +77,11 @@ class CrissCross(MapAttention):
         """
         query, key, value, logits = self._terms(x)
         attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
-        return self.gamma(x, attended.squeeze(1).permute(0, 3, 1, 2))
+        return self.add(x, attended.squeeze(1).permute(0, 3, 1, 2))
+
+    def add(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Return ``x + gamma * attended`` in the memory format of ``x``, of two maps (B, C, H, W)."""
+        return self.gamma(x, attended)
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights, 0 off the cross; see :meth:`.MapAttention.attention_maps`."""
