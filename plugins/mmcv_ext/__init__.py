@@ -43,8 +43,7 @@ def __getattr__(name: str) -> Callable[..., Any]:
     def missing(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
             f"mmcv's operator {name} needs mmcv's compiled extension, which is not installed here; attn_plugins stands "
-            "in only for the operators of mmdet and mmsegmentation. To compile mmcv against the installed torch: "
-            "python -m attn_plugins install mm --compile"
+            "in only for the operators of mmdet and mmsegmentation. docs/start/install.md says how to compile mmcv"
         )
 
     missing.__name__ = missing.__qualname__ = name
