@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import deformable_attention
+from ..ops.common.gradients import is_compiling
 
 
 def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
@@ -54,7 +55,9 @@ def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], 
     """
     B, Q, M, _, K, _ = sampling_locations.shape
     pixels = sum(H * W for H, W in spatial_shapes)
-    if pixels != saliency.shape[1]:
+    if is_compiling():  # symbols of a Tensor's values allow no condition
+        torch._check(pixels == saliency.shape[1])
+    elif pixels != saliency.shape[1]:
         raise ValueError(f"spatial_shapes must have as many pixels as saliency, {saliency.shape[1]}, got {pixels}")
     levels = saliency.to(sampling_locations.dtype).unsqueeze(-1).split([H * W for H, W in spatial_shapes], 1)
     sampled = []

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmdet.structures import DetDataSample
 from mmdet.structures.mask import BitmapMasks
@@ -325,3 +326,25 @@ def test_a_toolkit_that_is_imported_later(python):
         "print(*(n for n in attn_plugins.autoload._finder.waiting if n.endswith('swin')))\n"
     )
     assert result.stdout.split() == [window_attention.__name__, "False", "mmseg.models.backbones.swin"]
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        attention = dict(embed_dims=16, num_heads=2, num_levels=2, batch_first=True)
+        ffn = dict(embed_dims=16, feedforward_channels=32)
+        self.layer = DeformableDetrTransformerEncoderLayer(self_attn_cfg=attention, ffn_cfg=ffn)
+
+    def forward(self, query: Tensor, query_pos: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+        beside = dict(spatial_shapes=spatial_shapes, reference_points=reference_points, level_start_index=None)
+        return self.layer(query, query_pos, key_padding_mask=None, **beside)
+
+
+def test_an_encoder_layer_is_exported_for_any_batch():
+    """mmdet passes the levels' sizes as a Tensor, whose values an exporter does not know."""
+    drop_in.replace()
+    torch.manual_seed(0)
+    layer, shapes, batch = EncoderLayer().eval(), torch.tensor(((5, 7), (3, 4))), {0: torch.export.Dim.AUTO}
+    few, many = ((torch.randn(B, 47, 16), torch.randn(B, 47, 16), torch.rand(B, 47, 2, 2), shapes) for B in (2, 3))
+    program = torch.export.export(layer, few, dynamic_shapes=(batch, batch, batch, None))
+    torch.testing.assert_close(program.module()(*many), layer(*many))

@@ -259,9 +259,10 @@ class GeneralizedAttention2d(nn.Module):
         if not self.in_windows or context is not None:
             row, column = self._both_axes(moved, self._vector(self.geom_bias), x, value)
             return Attention(content, content_key, value, row, column, by_key)
-        # A larger radius than the map's size minus 1 would add no keys.
+        # A larger radius than the map's size minus 1 would add no keys; a symbolic size is not compared.
         H, W = x.shape[2], x.shape[3]
-        radius = min(self.spatial_range // 2, H - 1), min(self.spatial_range // 2, W - 1)
+        reach = self.spatial_range // 2
+        radius = min(reach, H - 1) if isinstance(H, int) else reach, min(reach, W - 1) if isinstance(W, int) else reach
         window = Geometry((2 * radius[0] + 1, 2 * radius[1] + 1), (1, 1), radius, (1, 1))
         taps: Tensor | None = None
         if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:

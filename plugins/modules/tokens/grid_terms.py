@@ -220,7 +220,7 @@ class GridTerms(nn.Module):
             assert self.radius is not None
             reach = self.radius, self.radius
         H, W = grid
-        radius = min(reach[0], H - 1), min(reach[1], W - 1)
+        radius = tuple(min(r, n - 1) if isinstance(n, int) else r for r, n in zip(reach, grid))  # r where n is symbolic
         taps = 2 * radius[0] + 1, 2 * radius[1] + 1
         logits: Tensor | None = None
         if self.row_table is not None and self.column_table is not None:

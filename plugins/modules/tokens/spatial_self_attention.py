@@ -121,7 +121,8 @@ class SpatialSelfAttention(GridAttention):
         q, k, v, places, P, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0
         output = self.attend(query, q, k, v, places, P, key_padding_mask, mask, dropout)
-        output = output.expand(query.shape[0], -1, query.shape[1], -1)  # a single row if all queries have the same result
+        # A single row if all queries have the same result.
+        output = output.expand(query.shape[0], -1, query.shape[1], -1)
         return self.out_proj(output.transpose(1, 2).reshape(query.shape))
 
     @torch.no_grad()

@@ -21,8 +21,8 @@ def unflatten(tensor: Tensor, axis: int, sizes: Sequence[int]) -> Tensor:
 
 
 def unfold(tensor: Tensor, axis: int, size: int, step: int = 1) -> Tensor:
-    """Return all windows of an axis, ``tensor.unfold(axis, size, step)``, which ONNX knows for constant sizes alone."""
-    if not torch.jit.is_tracing():
+    """Return all windows of an axis, ``tensor.unfold(axis, size, step)``; exporters know constant sizes alone."""
+    if isinstance(size, int) and not torch.jit.is_tracing():
         return tensor.unfold(axis, size, step)
     axis, last = axis % tensor.dim(), tensor.dim() - 1
     first = torch.arange(0, tensor.shape[axis] - size + 1, step, device=tensor.device)

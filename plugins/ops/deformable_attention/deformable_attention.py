@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
+from ..common.gradients import is_compiling
 from ..common.operator import Operator
 from . import cpu, cuda, reference
 from . import torch as plain
@@ -40,8 +41,8 @@ def deformable_attention(
 
     Args:
         value: (B, S, M, d): the pixels of L maps, one map after another in row-major order, S = sum of H_l * W_l.
-        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host;
-            ``torch.compile`` needs the tuple.
+        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host. For a
+            Tensor, ``torch.compile`` breaks the graph, unless ``torch._dynamo.config.capture_scalar_outputs`` is set.
         sampling_locations: (B, Q, M, L, K, 2) as (x, y), from 0 to 1 on the map; (B, Q, M, P, 2) with ``points``.
         attention_weights: (B, Q, M, L, K); (B, Q, M, P) with ``points``. They need not sum to 1.
         points: How many of the P points lie on each level, if levels differ; None if each has K.
@@ -60,7 +61,10 @@ def deformable_attention(
         _check_beside(name, tensor, value)
     shapes = shapes_on_host(spatial_shapes)
     B, S, M, d = value.shape
-    if sum(h * w for h, w in shapes) != S:
+    pixels = sum(h * w for h, w in shapes)
+    if is_compiling():  # symbols of a Tensor's values allow no condition
+        torch._check(pixels == S)
+    elif pixels != S:
         raise ValueError(f"spatial_shapes must have as many pixels as value has keys, {S}, got {shapes}")
     L = len(shapes)
     Q = attention_weights.shape[1] if attention_weights.dim() > 1 else 0
@@ -97,7 +101,7 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
         ValueError: it does not hold (H, W) of at least one level.
     """
     if isinstance(spatial_shapes, Tensor):
-        counted = not (torch.compiler.is_compiling() or spatial_shapes.is_inference())  # has a version
+        counted = not (is_compiling() or spatial_shapes.is_inference())  # has a version
         version, shapes = _COPIED.get(spatial_shapes, (None, [])) if counted else (None, [])
         if counted and version == spatial_shapes._version:
             return shapes
@@ -112,7 +116,15 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
         return shapes
     if not isinstance(spatial_shapes, Sequence) or not spatial_shapes:
         raise ValueError(f"spatial_shapes must hold (H, W) of at least one level, got {spatial_shapes!r}")
+    if is_compiling():
+        return [_checked_size(*shape) for shape in spatial_shapes]
     return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+
+
+def _checked_size(H: int, W: int) -> tuple[int, int]:
+    torch._check(H >= 1)
+    torch._check(W >= 1)
+    return H, W
 
 
 _COPIED = WeakTensorKeyDictionary()  # version and shapes of each Tensor that exists

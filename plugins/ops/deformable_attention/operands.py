@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import SymInt, Tensor
 
@@ -22,6 +22,6 @@ class Options(NamedTuple):
     shapes: Sequence[SymInt]
     points: Sequence[int]
 
-    def levels(self) -> list[tuple[int, int, int]]:
+    def levels(self) -> list[tuple[Any, Any, int]]:
         """Return rows, columns and number of points of every level."""
-        return [(int(h), int(w), n) for h, w, n in zip(self.shapes[::2], self.shapes[1::2], self.points)]
+        return [(h, w, n) for h, w, n in zip(self.shapes[::2], self.shapes[1::2], self.points)]

@@ -18,10 +18,10 @@ def deformable_attention(terms: Terms, options: Options) -> Tensor:
     Q = weights.shape[1]
     locations, weights = locations.transpose(1, 2), weights.transpose(1, 2)  # (B, M, Q, P, 2), (B, M, Q, P)
     output = value.new_zeros(B, M, Q, d)
-    row = point = 0
-    for H, W, count in options.levels():
+    levels, point = options.levels(), 0
+    for rows, (H, W, count) in zip(value.split([H * W for H, W, _ in levels], 1), levels):
         points = slice(point, point + count)
-        maps = value[:, row : row + H * W].permute(0, 2, 3, 1).reshape(B * M, d, H, W)
+        maps = rows.permute(0, 2, 3, 1).reshape(B * M, d, H, W)
         # Pixel i spans [i / W, (i + 1) / W], so its centre is at (i + 1/2) / W.
         x = (locations[..., points, 0] * W - 0.5).reshape(B * M, Q, count)
         y = (locations[..., points, 1] * H - 0.5).reshape(B * M, Q, count)
@@ -29,5 +29,5 @@ def deformable_attention(terms: Terms, options: Options) -> Tensor:
         y, x = torch.where(inside, y, -2), torch.where(inside, x, -2)
         samples = bilinear_samples(maps, y, x).view(B, M, Q, count, d)
         output = output + torch.einsum("bmqp,bmqpd->bmqd", weights[..., points], samples)
-        row, point = row + H * W, point + count
+        point += count
     return output.transpose(1, 2).reshape(B, Q, M * d).to(dtype)

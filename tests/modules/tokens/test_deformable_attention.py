@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_plugins.modules import MultiScaleDeformableAttention
 from tests.helpers.module_inputs import drawn
@@ -137,6 +137,28 @@ def test_dropout_in_training_alone():
     dropped = attended == 0
     assert 0.2 < dropped.double().mean() < 0.8
     torch.testing.assert_close(attended[~dropped], 2 * expected[~dropped])
+
+
+class Attend(nn.Module):
+    def __init__(self, **options) -> None:
+        super().__init__()
+        self.attention = drawn(MultiScaleDeformableAttention(8, 2, num_levels=2, batch_first=True, **options)).eval()
+
+    def forward(self, query: Tensor, value: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+        given = dict(value=value, reference_points=reference_points, spatial_shapes=spatial_shapes)
+        return self.attention(query, **given)
+
+
+@pytest.mark.parametrize("key_saliency", [False, True])
+def test_exported_for_other_shapes_in_a_tensor(key_saliency):
+    arguments = [
+        (torch.randn(B, 5, 8), torch.randn(B, 16, 8), torch.rand(B, 5, 2, 2), torch.tensor(shapes))
+        for B, shapes in ((2, ((3, 4), (2, 2))), (3, ((4, 3), (1, 4))))
+    ]
+    layer, batch = Attend(key_saliency=key_saliency), {0: torch.export.Dim.AUTO}
+    program = torch.export.export(layer, arguments[0], dynamic_shapes=(batch, batch, batch, None)).module()
+    for given in arguments:
+        torch.testing.assert_close(program(*given), layer(*given))
 
 
 def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypatch):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from attn_plugins import ops
 from attn_plugins.ops import deformable_attention
@@ -166,6 +169,44 @@ def test_shapes_as_a_tensor():
     terms = operands()
     as_tensor = deformable_attention(terms[0], torch.tensor(SHAPES), *terms[1:])
     assert torch.equal(as_tensor, deformable_attention(terms[0], SHAPES, *terms[1:]))
+
+
+class Attend(nn.Module):
+    def forward(self, *terms: Tensor) -> Tensor:
+        return deformable_attention(*terms)
+
+
+def graph_of(way: str, example: tuple[Tensor, ...], file: Path) -> Callable[..., Tensor]:
+    dynamic = tuple({0: torch.export.Dim.AUTO} if t.is_floating_point() else None for t in example)
+    if way == "compiled":
+        torch._dynamo.reset()
+        return torch.compile(Attend(), fullgraph=True, backend="aot_eager")
+    if way == "onnx":
+        onnxruntime = pytest.importorskip("onnxruntime")
+        names = ["value", "shapes", "locations", "weights"]
+        torch.onnx.export(
+            Attend(), example, file, input_names=names, dynamic_shapes=(dynamic,), dynamo=True, verbose=False
+        )
+        run = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]).run
+        return lambda *terms: torch.from_numpy(run(None, {n: t.numpy() for n, t in zip(names, terms)})[0])
+    return torch.export.export(Attend(), example, dynamic_shapes=(dynamic,), strict=way == "strict").module()
+
+
+@pytest.mark.sampled(2, every_value=False)
+@pytest.mark.parametrize("way", ["exported", "strict", "compiled", "onnx"])
+def test_the_values_of_a_tensor_of_shapes_are_no_constants(way, tmp_path):
+    """mmdet's layers always pass a Tensor; one graph serves other shapes of as many pixels, and any batch."""
+    arguments = []
+    for shapes, batch in ((SHAPES, 2), (SHAPES, 3), (((7, 5), (4, 3), (2, 1)), 2)):
+        value, *beside = operands(shapes, batch=batch, dtype=torch.float32, grad=False)
+        arguments.append((value, torch.tensor(shapes), *beside))
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        function = graph_of(way, arguments[0], tmp_path / "attend.onnx")
+        for terms in arguments:
+            torch.testing.assert_close(function(*terms), deformable_attention(*terms), rtol=1e-4, atol=1e-5)
+    if way == "exported":
+        with pytest.raises(RuntimeError):
+            function(terms[0], torch.tensor(((5, 7), (3, 4), (1, 3))), *terms[2:])
 
 
 @pytest.mark.parametrize(
