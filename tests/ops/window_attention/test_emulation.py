@@ -17,6 +17,7 @@ from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.ops import test_saturated as saturated
 from tests.ops.emulation.kernels import NEEDS, error, load, reserved
+from tests.ops.window_attention.test_window_attention import TOO_LARGE, large_call
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -353,3 +354,13 @@ def test_far_keys(emulated, monkeypatch):
     seen = torch.stack([pairs[:, i, j : j + 3] for i in (0, 1) for j in (0, 1)], 2)
     weights = torch.einsum("yxd,yxkd->yxk", query[0, 0].double() * 0.1, seen).softmax(-1)
     assert error(output[0, 0], torch.einsum("yxk,yxkd->yxd", weights, seen)) < 1e-3
+
+
+@pytest.mark.parametrize("case", [case for case in TOO_LARGE if "apart" not in case])
+def test_sizes_that_are_too_large_are_checked(emulated, case):
+    """``cuda.refuses`` knows them as well, so that no call ends here."""
+    (_, _, value, logits), options = large_call(**TOO_LARGE[case])
+    value, logits = torch.zeros(1).expand(value.shape), torch.zeros(1).expand(logits.shape)
+    output = torch.zeros(1).expand(*logits.shape[:4], 4)
+    with pytest.raises(RuntimeError, match="attn_plugins: "):
+        emulated.forward_(None, None, value, logits, output, output[..., 0], options.numbers(), False, 1.0)

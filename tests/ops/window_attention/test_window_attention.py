@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, explain, reference, window_attention
 from attn_plugins.ops.common import library
+from attn_plugins.ops.window_attention import cuda
+from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.helpers.operator_checks import DEVICES, given
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
@@ -230,3 +232,35 @@ def test_bad_input_is_one_clear_error(change, words):
     arguments = dict(query=query, key=key, value=value, position_logits=position, kernel_size=3) | change
     with pytest.raises((ValueError, TypeError), match=words):
         window_attention(**arguments)
+
+
+# --- limits of the CUDA kernels -------------------------------------------------------------------------------------
+
+TOO_LARGE = {
+    "keys": dict(keys=(2**26, 2)),
+    "queries": dict(queries=(1, 2**27)),
+    "taps": dict(kernel=(2**14, 2**13)),
+    "padding": dict(padding=(2**27, 0)),
+    "stride": dict(stride=(2**25, 1)),
+    "dilation": dict(dilation=(2**26, 1)),
+    "heads": dict(heads=2**27),
+    "places of all heads": dict(heads=2**24, keys=(64, 64), queries=(64, 64)),
+    "columns far apart": dict(column=2**26),
+    "taps far apart": dict(tap=2**26),
+}
+
+
+def large_call(
+    keys=(4, 5), queries=(4, 5), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), heads=1, column=0, tap=0
+) -> tuple[Terms, Options]:
+    """Return arguments whose tensors have no memory."""
+    value = torch.empty_strided((1, heads, *keys, 4), (0, 0, 0, column, 1), device="meta")
+    logits = torch.empty_strided((1, heads, *queries, math.prod(kernel)), (0, 0, 0, 0, tap), device="meta")
+    return Terms(None, None, value, logits), Options(kernel, stride, padding, dilation, False, 1.0)
+
+
+@pytest.mark.parametrize("case", TOO_LARGE)
+def test_the_cuda_kernels_refuse_what_they_would_check(case):
+    """Another backend then serves the call."""
+    assert "below 2**27" in cuda.refuses(*large_call(**TOO_LARGE[case]))
+    assert "below 2**27" not in cuda.refuses(*large_call())
