@@ -43,10 +43,10 @@ test: env  ## the test suite
 test-all: env  ## the test suite with the slow tests, and with all cases of products of parameters
 	$(RUN_TESTS) --all-cases $(PYTEST)
 
-fuzz: env  ## random calls of every operator against the reference (CALLS=10000 SEED=0; 4 minutes on 2 cores)
-	$(PY) -m tools.fuzz --calls $(CALLS) --seed $(SEED)
+fuzz: env  ## random calls of every operator and of modules against the reference (CALLS=10000 SEED=0; 15 minutes on 2 cores)
+	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) $(PYTEST) tests/fuzz/test_calls.py --calls $(CALLS) --seed $(SEED)
 
-sanitize: env  ## the fuzzer and the operator tests on binaries with gcc's sanitizers (CALLS=1000; 15 minutes on 2 cores)
+sanitize: env  ## random calls and the operator tests on binaries with gcc's sanitizers (CALLS=1000; 15 minutes on 2 cores)
 	CALLS=$(if $(filter file,$(origin CALLS)),1000,$(CALLS)) SEED=$(SEED) tools/sanitize.sh
 
 test-install: env  ## README's install lines and first blocks in empty environments (an hour or two)

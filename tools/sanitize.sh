@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compiles the CPU operators with gcc's address and undefined-behaviour sanitizers under build/sanitize, and runs the
-# fuzzer (CALLS calls of every operator) and the operators' tests on them. Any report ends its process, so that the call
-# or the test fails.
+# random calls (CALLS of every operator) and the operators' tests on them. Any report ends its process, so that the test
+# fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -44,12 +44,15 @@ assert "sanitize" in Path(library.__file__).parts, f"{library.__file__} is not t
 assert "libasan" in Path("/proc/self/maps").read_text()
 CHECK
 
-step "fuzz, $CALLS calls of every operator"
-sanitized "$PY" -m tools.fuzz --calls "$CALLS" --seed "$SEED"
+# capture=sys: the output of a sanitizer that ends the process reaches the terminal.
+tests() {
+    sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q -p no:cacheprovider --capture=sys "$@"
+}
+
+step "$CALLS random calls of every operator"
+tests -n "$(nproc)" tests/fuzz/test_calls.py --calls "$CALLS" --seed "$SEED"
 
 step "the operators' tests"
-# capture=sys: the output of a sanitizer that ends the process reaches the terminal. Unoptimised sums round otherwise than
-# the bounds of errors_are_those allow.
-sanitized env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE "$PY" -m pytest -q --all-cases -m "not slow" -p no:cacheprovider --capture=sys \
-    -k "not emulation and not onnx and not errors_are_those" ${PYTEST:-} tests/ops
+# Unoptimised sums round otherwise than the bounds of errors_are_those allow.
+tests --all-cases -m "not slow" -k "not emulation and not onnx and not errors_are_those" ${PYTEST:-} tests/ops
 step "no report"

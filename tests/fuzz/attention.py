@@ -14,6 +14,8 @@ from attn_plugins.ops import criss_cross_attention, global_attention, sequence_a
 from .call import Call, allow, largest
 from .draw import DTYPES, Draw
 
+TERMS = ("content", "position", "both")
+
 
 def _sizes(source: Draw) -> tuple[int, int]:
     """Draw batch and heads."""
@@ -26,22 +28,14 @@ def _widths(source: Draw) -> tuple[int, int]:
 
 
 def _heads(
-    source: Draw, dtype: torch.dtype, content: bool, leading: Sequence[int], queries: Sequence[int],
-    keys: Sequence[int], d: int, dv: int,
-) -> dict[str, Tensor | None]:  # fmt: skip
+    source: Draw, dtype: torch.dtype, content: bool, queries: Sequence[int], keys: Sequence[int], d: int, dv: int
+) -> dict[str, Tensor | None]:
     """Draw query and key (None without ``content``) and value."""
-    return dict(
-        query=source.finish(source.normal(*leading, *queries, d, scale=source.choice((1, 1, 1, 30, 1000))), dtype)
-        if content
-        else None,
-        key=source.finish(source.normal(*leading, *keys, d), dtype) if content else None,
-        value=source.finish(source.normal(*leading, *keys, dv), dtype),
-    )
-
-
-def _logits(source: Draw, dtype: torch.dtype, shape: Sequence[int], axes: int) -> Tensor:
-    """Draw logits, the first ``axes`` of which may broadcast."""
-    return source.finish(source.logits(*source.broadcast(shape, axes)), dtype)
+    query = key = None
+    if content:
+        query = source.finish(source.normal(*queries, d, scale=source.choice((1, 1, 1, 30, 1000))), dtype)
+        key = source.finish(source.normal(*keys, d), dtype)
+    return dict(query=query, key=key, value=source.finish(source.normal(*keys, dv), dtype))
 
 
 def _scale(source: Draw, d: int) -> float:
@@ -50,23 +44,16 @@ def _scale(source: Draw, d: int) -> float:
 
 def _call(
     function: Callable[..., Tensor], arguments: dict[str, Any], axes: dict[str, str], options: dict[str, str],
-    fits: Callable = allow, needs: str | None = None, band: str | None = None,
+    fits: Callable = allow, needs: str | None = None, band: bool = False,
 ) -> Call:  # fmt: skip
     """Return a call: ``needs`` names logits of which one is given where there is no content."""
-    return Call(
-        function,
-        arguments,
-        axes,
-        options,
-        given=lambda names: (
-            "value" in names
-            and ("query" in names) == ("key" in names)
-            and (needs is None or bool(names & {"query", *needs.split()}))
-            and (band is None or band in names)
-        ),
-        fits=fits,
-        magnitude=lambda grad: _magnitude(arguments, grad),
-    )
+
+    def given(names: set[str]) -> bool:
+        enough = needs is None or bool(names & {"query", *needs.split()})
+        paired = ("query" in names) == ("key" in names)
+        return "value" in names and paired and enough and (not band or "band_logits" in names)
+
+    return Call(function, arguments, axes, options, given, lambda grad: _magnitude(arguments, grad), fits)
 
 
 def _magnitude(arguments: dict[str, Any], grad: Tensor) -> dict[str, float]:
@@ -89,9 +76,7 @@ def _magnitude(arguments: dict[str, Any], grad: Tensor) -> dict[str, float]:
 
 
 def window(source: Draw) -> Call:
-    axes = source.integer(1, 2)
-    dtype = source.choice(DTYPES)
-    terms = source.choice(("content", "position", "both"))
+    axes, dtype, terms = source.integer(1, 2), source.choice(DTYPES), source.choice(TERMS)
     kernel = source.extents(axes, 31)
     if terms != "content" and source.chance(0.25):  # wide enough for the kernel with only position logits
         kernel = (*kernel[:-1], source.integer(7, 13))
@@ -108,9 +93,9 @@ def window(source: Draw) -> Call:
         grid = (*grid[:-1], 0)
     d, dv = _widths(source)
     taps = math.prod(kernel)
-    position = None if terms == "content" else _logits(source, dtype, (B, M, *grid, taps), 2)
+    position = None if terms == "content" else source.logits((B, M, *grid, taps), 2, dtype)
     arguments = dict(
-        **_heads(source, dtype, terms != "position", (B, M), grid, size, d, dv),
+        **_heads(source, dtype, terms != "position", (B, M, *grid), (B, M, *size), d, dv),
         position_logits=position,
         kernel_size=source.short(kernel),
         dilation=source.short(dilation),
@@ -133,20 +118,15 @@ def window(source: Draw) -> Call:
 
 
 def criss_cross(source: Draw) -> Call:
-    dtype = source.choice(DTYPES)
-    terms = source.choice(("content", "position", "both"))
+    dtype, terms = source.choice(DTYPES), source.choice(TERMS)
     B, M = _sizes(source)
     H, W = source.extents(2, 400)
     d, dv = _widths(source)
-    position = None if terms == "content" else _logits(source, dtype, (B, M, H, W, H + W), 2)
-    arguments = dict(
-        **_heads(source, dtype, terms != "position", (B, M), (H, W), (H, W), d, dv),
-        position_logits=position,
-        scale=_scale(source, d),
-    )
+    position = None if terms == "content" else source.logits((B, M, H, W, H + W), 2, dtype)
+    heads = _heads(source, dtype, terms != "position", (B, M, H, W), (B, M, H, W), d, dv)
     return _call(
         criss_cross_attention,
-        arguments,
+        dict(**heads, position_logits=position, scale=_scale(source, d)),
         dict(query="B M H W d", key="B M H W d", value="B M H W dv", position_logits="B? M? H W both"),
         dict(scale="number"),
         lambda sizes: sizes["H"] * sizes["W"] > 0 and sizes.get("both", H + W) == sizes["H"] + sizes["W"],
@@ -164,12 +144,11 @@ def everywhere(source: Draw) -> Call:
     d, dv = _widths(source)
     if source.chance(0.15):  # cases that the library's fused attention supports on CPUs
         content, rows, columns, keys, d = True, False, False, False, source.integer(33, 80)
-    key_logits = source.logits(*source.broadcast((B, M, Hk, Wk), 2)) if keys else None
     arguments = dict(
-        **_heads(source, dtype, content, (B, M), (Hq, Wq), (Hk, Wk), d, dv),
-        row_logits=_logits(source, dtype, (B, M, Hq, Wq, Hk), 4) if rows else None,
-        column_logits=_logits(source, dtype, (B, M, Hq, Wq, Wk), 4) if columns else None,
-        key_logits=None if key_logits is None else source.finish(key_logits, dtype),
+        **_heads(source, dtype, content, (B, M, Hq, Wq), (B, M, Hk, Wk), d, dv),
+        row_logits=source.logits((B, M, Hq, Wq, Hk), 4, dtype) if rows else None,
+        column_logits=source.logits((B, M, Hq, Wq, Wk), 4, dtype) if columns else None,
+        key_logits=source.logits((B, M, Hk, Wk), 2, dtype) if keys else None,
         scale=_scale(source, d),
     )
     axes = dict(query="B M Hq Wq d", key="B M Hk Wk d", value="B M Hk Wk dv", row_logits="B? M? Hq? Wq? Hk")
@@ -180,8 +159,7 @@ def everywhere(source: Draw) -> Call:
 def sequence(source: Draw) -> Call:
     dtype = source.choice(DTYPES)
     content, band, position = (source.chance(0.6) for _ in range(3))
-    if not (content or band or position):
-        band = True
+    band |= not (content or position)
     causal = source.chance(0.4)
     B, M = _sizes(source)
     T, S = source.rarely_none(source.extent(130)), source.extent(130)
@@ -196,24 +174,22 @@ def sequence(source: Draw) -> Call:
         K = K // 2 * 2 + 1
     outside = source.choice((None, "tensor", -1.5, 2, float("-inf"), float("-inf"))) if band else None
     if outside == "tensor":
-        outside = _logits(source, dtype, (B, M, T), 3)
-    mask = None
+        outside = source.logits((B, M, T), 3, dtype)
+    mask = segments = None
     if source.chance(0.3):
-        padded = torch.rand((B, S), generator=source.generator) < source.choice((0.2, 0.9))
-        mask = source.laid_out(padded.to(source.device))
-    segments = None
+        padded = source.uniform(B, S, dtype=torch.float32)
+        mask = source.laid_out((padded < source.choice((0.2, 0.9))).to(source.device))
     queries = max(T, 1)  # logits without an axis of queries are of one
     if source.chance(0.2) and (start or 0) + queries <= S and not (causal and start is None and T > S):
         start = source.integer(0, S - queries)
-        rows = 1 if source.chance(0.5) else B
-        if rows:
+        if rows := 1 if source.chance(0.5) else B:
             ids = torch.randint(source.integer(1, 4), (rows, S), generator=source.generator, dtype=torch.int32)
             segments = source.laid_out(ids.to(source.device))
     arguments = dict(
-        **_heads(source, dtype, content, (B, M), (T,), (S,), d, dv),
-        band_logits=_logits(source, dtype, (B, M, T, K), 3) if band else None,
+        **_heads(source, dtype, content, (B, M, T), (B, M, S), d, dv),
+        band_logits=source.logits((B, M, T, K), 3, dtype) if band else None,
         outside_logits=outside,
-        position_logits=_logits(source, dtype, (B, M, T, S), 3) if position else None,
+        position_logits=source.logits((B, M, T, S), 3, dtype) if position else None,
         causal=causal,
         key_padding_mask=mask,
         scale=_scale(source, d),
@@ -235,5 +211,5 @@ def sequence(source: Draw) -> Call:
     options = dict(causal="bool", scale="number", start="ints>=0?")
     if isinstance(outside, (int, float)):
         options["outside_logits"] = "number?"
-    needs_band = None if outside is None else "band_logits"
-    return _call(sequence_attention, arguments, axes, options, fits, "band_logits position_logits", needs_band)
+    needs = "band_logits position_logits"
+    return _call(sequence_attention, arguments, axes, options, fits, needs, band=outside is not None)

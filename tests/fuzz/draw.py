@@ -1,11 +1,10 @@
-"""Random numbers, sizes and memory layouts, determined by (operator, seed, index)."""
+"""Random numbers, sizes and memory layouts, determined by (name, seed, number)."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,33 +16,24 @@ EDGES = (15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70)  # near the sizes o
 class Draw:
     """A source of random calls, the values of which do not depend on the device."""
 
-    def __init__(self, operator: str, seed: int, index: int, device: str = "cpu") -> None:
-        self.random = random.Random(f"{operator} {seed} {index}")
+    def __init__(self, name: str, seed: int, number: int, device: str = "cpu") -> None:
+        self.random = random.Random(f"{name} {seed} {number}")
         self.generator = torch.Generator().manual_seed(self.random.getrandbits(62))
-        self.device = device
+        self.number, self.device = number, device
+        self.choice, self.integer = self.random.choice, self.random.randint
         self.buffers: list[Tensor] = []
 
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def choice(self, of: Sequence[Any]) -> Any:
-        return self.random.choice(of)
-
-    def integer(self, first: int, last: int) -> int:
-        return self.random.randint(first, last)
-
     def extent(self, largest: int = 80) -> int:
         """Draw a size: mostly small, often 1, sometimes near a block of the kernels."""
         kind = self.random.random()
         if kind < 0.15:
-            size = 1
-        elif kind < 0.75:
-            size = self.integer(2, 9)
-        elif kind < 0.9:
-            size = self.integer(10, 30)
-        else:
-            size = self.choice(EDGES)
-        return min(size, largest)
+            return min(1, largest)
+        if kind < 0.9:
+            return min(self.integer(2, 9) if kind < 0.75 else self.integer(10, 30), largest)
+        return min(self.choice(EDGES), largest)
 
     def extents(self, count: int, product: int) -> tuple[int, ...]:
         """Draw sizes whose product is at most ``product``."""
@@ -64,34 +54,34 @@ class Draw:
             return numbers[0]
         return list(numbers) if self.chance(0.3) else tuple(numbers)
 
-    # --- tensors --------------------------------------------------------------------------------------------------
-
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.randn(shape, generator=self.generator, dtype=torch.float64) * scale
 
-    def logits(self, *shape: int) -> Tensor:
-        """Draw logits, sometimes large, sometimes with -inf in some places or in a whole row."""
+    def uniform(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=dtype)
+
+    def below(self, probability: float, *shape: int) -> Tensor:
+        """Draw a mask that is true with a probability."""
+        return self.uniform(*shape, dtype=torch.float32) < probability
+
+    def logits(self, shape: Sequence[int], axes: int, dtype: torch.dtype) -> Tensor:
+        """Draw logits that broadcast along some of the first ``axes``, large ones, -inf in places or in whole rows."""
+        shape = [1 if n < axes and self.chance(0.25) else size for n, size in enumerate(shape)]
         logits = self.normal(*shape, scale=self.choice((1.0, 1.0, 5.0, 1000.0)))
         if self.chance(0.3):
-            kept = torch.rand(shape, generator=self.generator) > self.choice((0.1, 0.5, 0.9))
+            kept = self.uniform(*shape, dtype=torch.float32) > self.choice((0.1, 0.5, 0.9))
             logits = logits.masked_fill(~kept, float("-inf"))
         if self.chance(0.15) and shape:
-            rows = torch.rand((*shape[:-1], 1), generator=self.generator) < 0.3
-            logits = logits.masked_fill(rows, float("-inf"))
-        return logits
-
-    def broadcast(self, shape: Sequence[int], axes: int, probability: float = 0.25) -> tuple[int, ...]:
-        """Return ``shape``, with each of the first ``axes`` set to size 1 with a probability."""
-        return tuple(1 if n < axes and self.chance(probability) else size for n, size in enumerate(shape))
+            logits = logits.masked_fill(self.below(0.3, *shape[:-1], 1), float("-inf"))
+        return self.finish(logits, dtype)
 
     def finish(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Convert ``tensor`` to a dtype, the device and a random layout, possibly expanded along an axis."""
         return self.laid_out(tensor.to(dtype).to(self.device))
 
     def laid_out(self, tensor: Tensor) -> Tensor:
-        """Copy the values to memory with any order of axes, with gaps, or shared along an axis."""
-        kind = self.random.random()
-        dims = tensor.dim()
+        """Copy the values to memory with any order of axes, with gaps of NaN, or shared along an axis."""
+        kind, dims = self.random.random(), tensor.dim()
         if dims == 0 or kind < 0.2:
             return self._own(tensor.contiguous())
         if kind < 0.3:  # shared: one number for a whole axis
@@ -103,7 +93,7 @@ class Draw:
             order = [0, *order[2:], 1] if dims == 4 or self.chance(0.3) else [0, *order[2:-1], 1, dims - 1]
         elif kind < 0.7:
             self.random.shuffle(order)
-        before, after, step = ([0] * dims, [0] * dims, [1] * dims)
+        before, after, step = [0] * dims, [0] * dims, [1] * dims
         if self.chance(0.6):  # a slice of a larger buffer, or every second number of one
             for axis in range(dims):
                 if self.chance(0.4):
@@ -112,13 +102,12 @@ class Draw:
                     step[axis] = self.integer(2, 3)
         sizes = [b + n * s + a for b, n, s, a in zip(before, tensor.shape, step, after)]
         poison = float("nan") if tensor.is_floating_point() else True
-        buffer = torch.full([sizes[axis] for axis in order], poison, dtype=tensor.dtype, device=tensor.device)
+        buffer = self._own(torch.full([sizes[n] for n in order], poison, dtype=tensor.dtype, device=tensor.device))
         view = buffer.permute([order.index(axis) for axis in range(dims)])
         for axis in range(dims):
             view = view.narrow(axis, before[axis], tensor.shape[axis] * step[axis])
             view = view[(slice(None),) * axis + (slice(None, None, step[axis]),)]
         view.copy_(tensor)
-        self._own(buffer)
         if self.chance(0.1):  # strides of axes of size 1 are arbitrary
             strides = [s if n > 1 else self.integer(0, 50) for n, s in zip(view.shape, view.stride())]
             if view.numel():

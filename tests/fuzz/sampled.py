@@ -18,8 +18,12 @@ def _far(source: Draw, places: Tensor) -> Tensor:
     """Put some of the places far outside the map, rarely."""
     if not source.chance(0.1):
         return places
-    far = torch.rand(places.shape, generator=source.generator) < 0.1
+    far = source.below(0.1, *places.shape)
     return places.masked_fill(far, source.choice((-60000.0, 60000.0, float("inf"), float("-inf"), float("nan"))))
+
+
+def _extent(size: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    return (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def convolution(source: Draw) -> Call:
@@ -39,11 +43,16 @@ def convolution(source: Draw) -> Call:
     out_channels = groups * source.choice((1, 2, 3, 8, 17))
     B = source.rarely_none(source.integer(1, 3), 0.03)
     taps = math.prod(kernel)
-    Ho, Wo = ((n + 2 * p - e * (k - 1) - 1) // s + 1 for n, k, s, p, e in zip(size, kernel, stride, padding, dilation))
+    Ho, Wo = map(_extent, size, kernel, stride, padding, dilation)
     biased, modulated = source.chance(0.5), source.chance(0.5)
+    input = source.finish(source.normal(B, C, H, W), dtype)
+    # In steps of 1/32, whose sums with whole numbers are exact in float32, so that no rounding crosses a pixel. Some
+    # offsets are exactly on a pixel, where the derivative is the right-hand one.
+    offset = source.normal(B, 2 * D * taps, Ho, Wo, scale=source.choice((0.3, 2.0)))
+    offset = _far(source, (offset * 32).round().clamp(-127, 127) / 32)
     arguments = dict(
-        input=source.finish(source.normal(B, C, H, W), dtype),
-        offset=source.finish(_offsets(source, B, 2 * D * taps, Ho, Wo), dtype),
+        input=input,
+        offset=source.finish(offset, dtype),
         weight=source.finish(source.normal(out_channels, C // groups, *kernel), dtype),
         bias=source.finish(source.normal(out_channels), dtype) if biased else None,
         stride=source.short(stride),
@@ -53,21 +62,15 @@ def convolution(source: Draw) -> Call:
     )
 
     def fits(sizes):
-        if 0 in (sizes["O"], sizes["Cg"], sizes["Kh"], sizes["Kw"]) or sizes["C"] % sizes["Cg"] or not sizes["C"]:
+        O, C, Cg, kernel = sizes["O"], sizes["C"], sizes["Cg"], (sizes["Kh"], sizes["Kw"])
+        if 0 in (O, C, Cg, *kernel) or C % Cg or O % (C // Cg):
             return False
-        if sizes["O"] % (sizes["C"] // sizes["Cg"]):
+        taps = math.prod(kernel)
+        D, rest = divmod(sizes["2DK"], 2 * taps)
+        if rest or D == 0 or C % D or sizes.get("DK", D * taps) != D * taps:
             return False
-        taps = sizes["Kh"] * sizes["Kw"]
-        groups, rest = divmod(sizes["2DK"], 2 * taps)
-        if rest or groups == 0 or sizes["C"] % groups or sizes.get("DK", groups * taps) != groups * taps:
-            return False
-        return all(
-            n == (extent + 2 * p - e * (k - 1) - 1) // s + 1 and n > 0
-            for n, extent, k, s, p, e in zip(
-                (sizes["Ho"], sizes["Wo"]), (sizes["H"], sizes["W"]), (sizes["Kh"], sizes["Kw"]), stride, padding,
-                dilation,
-            )
-        )  # fmt: skip
+        out = tuple(map(_extent, (sizes["H"], sizes["W"]), kernel, stride, padding, dilation))
+        return out == (sizes["Ho"], sizes["Wo"]) and min(out) > 0
 
     return Call(
         deform_conv2d,
@@ -78,15 +81,6 @@ def convolution(source: Draw) -> Call:
         fits=fits,
         magnitude=lambda grad: _of_convolution(arguments, grad),
     )
-
-
-def _offsets(source: Draw, *shape: int) -> Tensor:
-    """Draw offsets in steps of 1/32, whose sums with whole numbers are exact in float32: no rounding crosses a pixel.
-
-    Some are exactly on a pixel, where the derivative is the right-hand one; some are far outside the map.
-    """
-    offsets = (source.normal(*shape, scale=source.choice((0.3, 2.0))) * 32).round().clamp(-127, 127) / 32
-    return _far(source, offsets)
 
 
 def _of_convolution(arguments: dict, grad: Tensor) -> dict[str, float]:
@@ -126,20 +120,14 @@ def deformable(source: Draw) -> Call:
         attention_weights=source.finish(weights, dtype),
         points=tuple(points) if per_level else None,
     )
-    samples = "P" if per_level else "L K"
-
-    def fits(sizes):
-        if sizes["two"] != 2 or sizes["S"] != S:
-            return False
-        return sizes["P"] == sum(points) if per_level else sizes["L"] == L
-
+    samples, axis, number = ("P", "P", sum(points)) if per_level else ("L K", "L", L)
     return Call(
         deformable_attention,
         arguments,
         axes=dict(value="B S M d", sampling_locations=f"B Q M {samples} two", attention_weights=f"B Q M {samples}"),
         options=dict(spatial_shapes="shapes", **(dict(points="ints>=0?") if per_level else {})),
         given=lambda names: names >= {"value", "sampling_locations", "attention_weights"},
-        fits=fits,
+        fits=lambda sizes: (sizes["two"], sizes["S"], sizes[axis]) == (2, S, number),
         magnitude=lambda grad: _of_attention(arguments, grad, max(max(shape) for shape in shapes)),
         mixes=True,
     )
@@ -150,9 +138,8 @@ def _locations(source: Draw, shapes: tuple, points: list[int], leading: tuple[in
     locations = []
     for (H, W), count in zip(shapes, points):
         sizes = torch.tensor([W, H], dtype=torch.float64)
-        places = torch.rand((*leading, count, 2), generator=source.generator, dtype=torch.float64) * (sizes + 4) - 2
-        places = places.floor() + 0.2 + 0.6 * (places - places.floor())
-        locations.append((places + 0.5) / sizes)
+        places = source.uniform(*leading, count, 2) * (sizes + 4) - 2
+        locations.append((places.floor() + 0.7 + 0.6 * (places - places.floor())) / sizes)
     return _far(source, torch.cat(locations, 3))
 
 
@@ -160,11 +147,10 @@ def _of_attention(arguments: dict[str, Any], grad: Tensor, extent: int) -> dict[
     """Return products of factors and the root of the number of addends; rounding of locations grows with the map."""
     value, weights = arguments["value"], arguments["attention_weights"]
     X, A, G = (largest(t) for t in (value, weights, grad))
-    B, Q, M = weights.shape[:3]
-    samples, width = weights[:1, :1, :1].numel() ** 0.5, value.shape[3] ** 0.5
+    samples, width, queries = weights[:1, :1, :1].numel() ** 0.5, value.shape[3] ** 0.5, weights.shape[1] ** 0.5
     return {
         "output": X * A * samples,
-        "value": G * A * samples * Q**0.5,
+        "value": G * A * samples * queries,
         "sampling_locations": G * A * X * width * extent,
         "attention_weights": G * X * width,
         "condition": max(1.0, extent / 8),
