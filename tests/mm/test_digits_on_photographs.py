@@ -101,6 +101,17 @@ def test_sides_and_turns(monkeypatch, tmp_path):
     assert {a["image_id"] for a in annotations["annotations"]} == set(range(24))  # no image is empty
 
 
+def test_chosen_digits_alone_appear(tmp_path):
+    tool.build(tmp_path / "set", tool.Recipe(train=12, val=6, digits=(1, 7)))
+    for part in ("train", "val"):
+        content = json.loads((tmp_path / f"set/annotations/{part}.json").read_text())
+        assert [one["name"] for one in content["categories"]] == list(tool.CLASSES)
+        assert {one["category_id"] for one in content["annotations"]} == {2, 8}
+    for wrong in ((), (3, 10)):
+        with pytest.raises(ValueError, match="digits must be between 0 and 9, got"):
+            tool.Recipe(digits=wrong)
+
+
 def test_the_largest_turned_digit_fits_every_image():
     rng = np.random.default_rng(0)
     full = np.ones((8, 8))

@@ -21,7 +21,8 @@ scale and rotation vary as in photographs::
 
 The side is then log-uniform between the two, so that as many objects have 14 to 28 pixels as 28 to 56 (as in
 photographs, most objects are small), and the rotation is uniform in ±60 degrees (beyond 90, a six can be a nine).
-``--shear 0.4`` slants digits as well, by up to 0.4 columns a row. A digit without a free place is left out, which
+``--shear 0.4`` slants digits as well, by up to 0.4 columns a row. ``--digits 0 1 2 3 4`` draws from these digits only;
+the annotations still list ten classes. A digit without a free place is left out, which
 happens to large ones more often.
 
 The same recipe gives the same bytes on every run.
@@ -69,6 +70,9 @@ class Recipe(BaseRecipe):
     )
     turn: float | None = option(None, "maximum rotation of digits, either way", type=float, metavar="DEGREES")
     shear: float | None = option(None, "maximum slant of digits, either way", type=float, metavar="COLUMNS")
+    digits: tuple[int, ...] | None = option(
+        None, "digits that appear, default all ten", type=int, nargs="+", metavar="DIGIT"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +80,8 @@ class Recipe(BaseRecipe):
             raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
         if self.turn is not None and not 0 <= self.turn <= 180:
             raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
+        if self.digits is not None and not (self.digits and {*self.digits} <= {*range(10)}):
+            raise ValueError(f"digits must be between 0 and 9, got {self.digits}")
         if self.shear is not None and not 0 <= self.shear <= 1:
             raise ValueError(f"shear must be between 0 and 1 columns a row, got {self.shear}")
 
@@ -197,6 +203,9 @@ def build(folder: Path, recipe: Recipe, show: Show) -> None:
     rng = np.random.default_rng(recipe.seed)
     for split, samples, targets, regions in halves(rng, photographs()):
         count = getattr(recipe, split)
+        if recipe.digits is not None:
+            wanted = np.isin(targets, recipe.digits)
+            samples, targets = samples[wanted], targets[wanted]
         images = (compose(rng, regions, samples, targets, recipe) for _ in range(count))
         write_split(folder, split, images, count, show)
 
