@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.figures.conventions import Call, calls, parameters
-from tools.logs import quiet
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PROPOSALS = 1000  # inputs of Faster R-CNN's second stage, in the paper and in mmdet
@@ -59,6 +61,19 @@ def segmentor(config: str, height: int = 768, width: int = 768) -> list[Call]:
     return calls(network, 1, 3, height, width)
 
 
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Preserve the logging configuration while fairseq is imported, which turns on debug output of all libraries."""
+    root, silent = logging.getLogger(), logging.NullHandler()
+    level = root.level
+    root.addHandler(silent)  # with a handler present, fairseq adds none
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(silent)
+
+
 class _Translator(nn.Module):
     """All layers of a translation model, called with the shapes (B, T) of source and target."""
 
@@ -79,7 +94,7 @@ def translator(tokens: int, arch: str = "spatial_transformer_wmt_en_de", **optio
     """
     from argparse import Namespace
 
-    with quiet():
+    with _quiet():
         from fairseq.data import Dictionary
         from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 

@@ -80,21 +80,8 @@ def photograph(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def clip(tmp_path_factory) -> Path:
-    """Write a clip of 8 frames of noise, of 96 rows and 160 columns."""
-    import numpy as np
-    from PIL import Image
-
-    folder, noise = tmp_path_factory.mktemp("clips") / "walk", np.random.default_rng(0)
-    folder.mkdir()
-    for number in range(8):
-        Image.fromarray(noise.integers(0, 255, (96, 160, 3), np.uint8)).save(folder / f"{number}.png")
-    return folder
-
-
-@pytest.fixture(scope="session")
 def captioned(tmp_path_factory) -> Path:
-    """Create a data folder of captioned scenes. Its detector and models lie in the parent folder."""
+    """Create a data folder of captioned pictures. Its detector and models lie in the parent folder."""
     from tests.tools.caption_helpers import create
 
     return create(tmp_path_factory.mktemp("captioning"))

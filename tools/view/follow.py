@@ -13,18 +13,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw
 
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.common.capture import Captured, remember_calls
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
-from tools.files import write
-from tools.picture_sheet import GAP, INK, MARGIN, PAPER, TITLE_HEIGHT, WIDTH, Place, sheet, title
 from tools.pictures import open_picture
 
-from .maps import ViewError
-from .models import chosen_layers
-from .objects import fine_mask
+from .figures import figure
+from .layers import ViewError, chosen_layers
 
 COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
 
@@ -68,80 +64,42 @@ def distinct(detections: Any) -> list[int]:
     return kept
 
 
-def default_queries(detections: Any, image: tuple[int, int], count: int = 3) -> list[tuple[int, int]]:
-    """Return the centres of the detections with the highest scores, padded with points spread over the picture."""
-    height, width = image
-    boxes = [detections.bboxes[n].tolist() for n in distinct(detections)]
-    spread = [(height // 3, width // 4), (height // 2, width // 2), (2 * height // 3, 3 * width // 4)]
-    centres = [(round((top + bottom) / 2), round((left + right) / 2)) for left, top, right, bottom in boxes]
-    return (centres + spread)[:count]
-
-
 def draw(
-    picture: np.ndarray, queries: Sequence, points: list[np.ndarray], heads: np.ndarray | None, name: str, out: Path
+    picture: np.ndarray,
+    queries: Sequence,
+    points: list[np.ndarray],
+    heads: np.ndarray,
+    covered: Any,
+    name: str,
+    out: Path,
 ) -> str:
-    """Save ``picture`` (H, W, 3) with queries and points, then one map per head over it; return the caption."""
-    heads = np.zeros((0, 1, 1)) if heads is None else heads
-    places = _panels(picture.shape[1] / picture.shape[0], len(heads))
+    """Save ``picture`` (H, W, 3) with queries and points, then one map per head over it; return the caption.
+
+    The maps (M, Hk, Wk) cover (height, width) pixels from the upper left corner, the picture and its padding.
+    """
+    (H, W), columns = picture.shape[:2], (len(heads) + 1) // 2
     caption = f"Left: each ring is a query, the dots of its colour are the {len(points[0])} points that it reads."
-    if len(heads):
+    if columns:
         caption += f" Right: where {len(heads)} heads attend, the same for every query; the brighter, the more."
-    else:
-        caption = caption.removeprefix("Left: ").capitalize()
-    page = sheet(places, caption)
-    panels = [_with_points(picture, queries, points, places[0][2:])]
-    panels += [_with_heat(picture, head, place[2:]) for head, place in zip(heads, places[1:])]
-    titles = [f"read by {name}", *(f"head {n}" for n in range(len(heads)))]
-    for panel, text, (left, top, width, _) in zip(panels, titles, places):
-        title(page, (MARGIN + left, MARGIN + top - TITLE_HEIGHT), text, width)
-        page.paste(panel, (MARGIN + left, MARGIN + top))
-    write(out, lambda partial: page.save(partial, optimize=True))
+    width = 10 / (columns + 2)  # inches of a head's panel
+    with figure(out, (width * (columns + 2), 2 * width * H / W + 0.9), f"read by {name}") as made:
+        grid = made.add_gridspec(2, columns + 2)
+        panels = [made.add_subplot(grid[:, :2])]
+        panels += [made.add_subplot(grid[n // columns, 2 + n % columns]) for n in range(len(heads))]
+        panels[0].imshow(picture, extent=(0, W, H, 0))
+        for colour, query, read in zip(cycle(COLOURS), queries, points):
+            panels[0].scatter(*(read[:, ::-1] + 0.5).T, s=12, c=colour, edgecolors="black", linewidths=0.4)
+            for stroke, ink in ((4, "white"), (2.4, colour)):
+                panels[0].plot(query[1] + 0.5, query[0] + 0.5, "o", ms=11, mfc="none", mec=ink, mew=stroke)
+        for n, (panel, heat) in enumerate(zip(panels[1:], heads)):
+            panel.imshow(picture.mean(-1), cmap="gray", extent=(0, W, H, 0))
+            over: Any = dict(cmap="inferno", alpha=0.6, interpolation="bilinear")
+            panel.imshow(heat, extent=(0, covered[1], covered[0], 0), **over)
+            panel.set_title(f"head {n + 1}", fontsize=8, pad=3)
+        for panel in panels:
+            panel.set(xticks=[], yticks=[], xlim=(0, W), ylim=(H, 0))
+        made.supxlabel(caption, fontsize=8)
     return caption
-
-
-def _panels(aspect: float, heads: int) -> list[Place]:
-    """Return the places of a large panel and of two rows of head panels beside it, with the same total height."""
-    if not heads:
-        return [(0, TITLE_HEIGHT, WIDTH // 2, round(WIDTH / 2 / aspect))]
-    columns = (heads + 1) // 2
-    # The heads' width w: (WIDTH - columns (w + GAP)) / aspect = 2 w / aspect + GAP + TITLE_HEIGHT
-    width = round((WIDTH - columns * GAP - aspect * (GAP + TITLE_HEIGHT)) / (columns + 2))
-    height, left = round(width / aspect), WIDTH - columns * (width + GAP)
-    across, down = width + GAP, height + GAP + TITLE_HEIGHT
-    rest = [
-        (left + GAP + n % columns * across, TITLE_HEIGHT + n // columns * down, width, height) for n in range(heads)
-    ]
-    return [(0, TITLE_HEIGHT, left, 2 * height + GAP + TITLE_HEIGHT), *rest]
-
-
-def _with_points(
-    picture: np.ndarray, queries: Sequence, points: list[np.ndarray], size: tuple[int, int]
-) -> Image.Image:
-    panel = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
-    pen = ImageDraw.Draw(panel)
-    scale = np.array(size) / (picture.shape[1], picture.shape[0])
-    for colour, query, read in zip(cycle(COLOURS), queries, points):
-        for at in read:
-            _dot(pen, (at[::-1] + 0.5) * scale, 5, fill=colour, outline=INK)
-        middle = (np.array(query[::-1]) + 0.5) * scale
-        for radius, stroke, ink in ((20, 9, PAPER), (18, 5, colour)):
-            _dot(pen, middle, radius, outline=ink, width=stroke)
-    return panel
-
-
-def _dot(pen: ImageDraw.ImageDraw, at: np.ndarray, radius: int, **style: Any) -> None:
-    pen.ellipse((*(at - radius), *(at + radius)), **style)
-
-
-def _with_heat(picture: np.ndarray, heat: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """Return the picture in grey, with a map over it from its least value (dark) to its greatest (bright)."""
-    from matplotlib import colormaps
-
-    span = max(float(np.ptp(heat)), 1e-12)
-    fine = Image.fromarray(((heat - heat.min()) / span).astype(np.float32)).resize(size, Image.Resampling.BILINEAR)
-    colour = 255 * colormaps["inferno"](np.asarray(fine))[..., :3]
-    grey = np.asarray(Image.fromarray(picture).convert("L").resize(size, Image.Resampling.BICUBIC))[..., None]
-    return Image.fromarray((0.6 * colour + 0.4 * grey).round().astype(np.uint8))
 
 
 def follow_picture(
@@ -165,7 +123,6 @@ def follow_picture(
     from mmdet.apis import inference_detector
 
     picture = np.asarray(open_picture(image))
-    size = picture.shape[0], picture.shape[1]
     kinds, calls = (DeformableConv2d, GeneralizedAttention2d), list[Captured]()
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
     with remember_calls(layers, calls.append):
@@ -182,15 +139,16 @@ def follow_picture(
     # The network's input is resized and padded below and to the right: compute there, draw in the file's pixels.
     scale = np.array(result.metainfo["scale_factor"])[::-1]
     padded = tuple(result.metainfo["batch_input_shape"])
-    queries = queries or default_queries(result.pred_instances.cpu(), size)
+    if not queries:
+        boxes = [result.pred_instances.bboxes[n].tolist() for n in distinct(result.pred_instances)[:3]]
+        centres = [(round((top + bottom) / 2), round((left + right) / 2)) for left, top, right, bottom in boxes]
+        queries = centres or [(picture.shape[0] // 2, picture.shape[1] // 2)]
     points = [follow(followed, np.array(query) * scale, padded) / scale for query in queries]
 
-    heads = None
+    heads = np.zeros((0, 1, 1))
     for call in calls:
         own = call.name.startswith(f"{last.rpartition('.')[0]}.")
         if own and getattr(call.layer, "attention_type", None) == "0010":
-            maps = call.maps(torch.zeros(1, 2, dtype=torch.long))[0, :, 0].float().cpu().numpy()
-            inside = [round(n) for n in np.array(size) * scale]
-            heads = np.stack([fine_mask(torch.as_tensor(m), padded, inside).numpy() for m in maps])
+            heads = call.maps(torch.zeros(1, 2, dtype=torch.long))[0, :, 0].float().cpu().numpy()
     name = " through ".join(call.name.removeprefix("backbone.") for call in followed[::-1])
-    return draw(picture, queries, points, heads, name, out)
+    return draw(picture, queries, points, heads, padded / scale, name, out)

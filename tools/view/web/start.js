@@ -1,3 +1,0 @@
-select.addEventListener("change", show);
-opacity.addEventListener("input", () => { show(); showObject(); });
-image.decode().then(() => { lookFrom(fromCls); showObject(); });
