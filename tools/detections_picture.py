@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 from tools.label_places import Rectangle, overlap, place
-from tools.lettering import lettering_for
 from tools.picture_sheet import MARGIN, justified, sheet
 from tools.pictures import open_picture
 
@@ -103,14 +102,14 @@ def _annotate(panel: Image.Image, judged: Judged, scale: float) -> None:
         boxes.append(_scaled(one.box, scale, frame))
         texts.append(f"{one.name} {one.score:.2f}" + ("" if one.name == name else f" ({name or 'nothing'})"))
         colours.append(RIGHT if one.name == name else WRONG)
-    lettering = lettering_for("".join(texts))
-    sizes = [(lettering.length(text, LETTERS) + 10, LETTERS + 8.0) for text in texts]
+    font = ImageFont.load_default(LETTERS)
+    sizes = [(font.getlength(text) + 10, LETTERS + 8.0) for text in texts]
     for box, colour in zip(boxes, colours):
         pen.rectangle(box, outline=colour, width=LINE)
     for place_, text, colour in zip(place(boxes, sizes, frame, missed), texts, colours):
         pen.rectangle(place_, fill=colour)
         middle = (place_[0] + place_[2]) / 2, (place_[1] + place_[3]) / 2
-        pen.text(middle, text, "white", lettering.font(LETTERS), anchor="mm")
+        pen.text(middle, text, "white", font, anchor="mm")
 
 
 def _scaled(box: Rectangle, scale: float, frame: tuple[int, int]) -> Rectangle:

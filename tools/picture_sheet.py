@@ -1,18 +1,15 @@
-"""Sheets of panels with titles and one caption line, at twice their display resolution."""
+"""Sheets of panels with one caption line, at twice their display resolution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from PIL import Image, ImageDraw
-
-from tools.lettering import lettering_for
+from PIL import Image, ImageDraw, ImageFont
 
 Place = tuple[int, int, int, int]  # left, top, width, height, relative to the margin
 MARGIN, GAP = 16, 16
 WIDTH = 1800 - 2 * MARGIN  # total width of the panels; the sheet is displayed 900 pixels wide
-TITLE, CAPTION = 24, 26  # font sizes
-TITLE_HEIGHT, CAPTION_HEIGHT = 38, 52
+CAPTION, CAPTION_HEIGHT = 26, 52  # size of the font, and of its line
 INK, PAPER = "#1a202c", "#ffffff"
 
 
@@ -48,16 +45,9 @@ def sheet(places: Sequence[Place], caption: str) -> Image.Image:
     """Return a white sheet for panels at ``places``, with a margin and a line of ``caption`` below."""
     right, bottom = (max(place[side] + place[side + 2] for place in places) for side in (0, 1))
     picture = Image.new("RGB", (right + 2 * MARGIN, bottom + MARGIN + CAPTION_HEIGHT), PAPER)
-    _write(picture, (MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2), caption, CAPTION, right)
+    fonts = (ImageFont.load_default(size) for size in range(CAPTION, 11, -1))
+    font = next((font for font in fonts if font.getlength(caption) <= right), ImageFont.load_default(12))
+    while font.getlength(caption) > right:
+        caption = caption[:-1]
+    ImageDraw.Draw(picture).text((MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2), caption, INK, font, anchor="lm")
     return picture
-
-
-def title(picture: Image.Image, at: tuple[int, int], text: str, width: int) -> None:
-    """Draw a title in the ``TITLE_HEIGHT`` pixels below ``at``, its upper left corner; long titles are cut off."""
-    _write(picture, (at[0], at[1] + TITLE_HEIGHT / 2), text, TITLE, width)
-
-
-def _write(picture: Image.Image, at: tuple[float, float], text: str, size: int, width: int) -> None:
-    lettering = lettering_for(text)
-    text, size = lettering.fitted(text, size, 12, width)
-    ImageDraw.Draw(picture).text(at, text, INK, lettering.font(size), anchor="lm")
