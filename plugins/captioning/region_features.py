@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
@@ -27,8 +27,7 @@ import numpy as np
 
 from . import files
 from .caption_files import ImageId
-from .region_formats import ARRAYS, TsvRegions, reader_of
-from .region_parts import INDEX, RegionParts, read_index
+from .region_formats import TsvRegions, reader_of, save_npz
 
 BORDER = 1e-5  # by which rounding may move a box beyond the border
 
@@ -143,7 +142,7 @@ def write_region_features(
 ) -> None:
     """Write the regions of many images to one file atomically.
 
-    A temporary folder next to ``path`` holds the regions until the end, so twice the file's size is needed on disk.
+    A temporary file beside ``path`` holds the features until the end, so twice the file's size is needed on disk.
 
     Args:
         path: ``.npz``.
@@ -153,128 +152,59 @@ def write_region_features(
         recipe: How the regions were computed, as values that JSON can hold.
 
     Raises:
-        ValueError: The suffix is another one, or the arrays of an image are invalid.
+        ValueError: The suffix or type is another one, there is no image, or the arrays of an image are invalid.
     """
-    path = check_npz(path)
-    folder = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    try:
-        with RegionFeaturesWriter(folder, dtype) as writer:
-            for image_id, regions in images:
-                writer.append(image_id, regions)
-        writer.assemble(path, recipe)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_npz(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a file to write.
-
-    Raises:
-        ValueError: Its suffix is not ``.npz``.
-    """
-    if Path(path).suffix != ".npz":
+    path = Path(path)
+    if path.suffix != ".npz":
         raise ValueError(f"region features are written to .npz, got {path}")
-    return Path(path)
-
-
-class RegionFeaturesWriter:
-    """Writer that appends images to flat files in a folder and assembles them into one file.
-
-    It resumes an interrupted run after the last complete image in ``folder``.
-
-    Args:
-        folder: Created if it does not exist.
-        dtype: Type of the stored features: ``float16`` or ``float32``.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], dtype: str = "float16") -> None:
-        if dtype not in ("float16", "float32"):
-            raise ValueError(f"dtype must be 'float16' or 'float32', got {dtype!r}")
-        self.folder, self.dtype = Path(folder), np.dtype(dtype)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        index = read_index(self.folder)
-        if index.dtype not in (None, dtype):
-            raise ValueError(f"{self.folder} was started with {index.dtype}, not {dtype}")
-        self.image_ids, self.offsets, self.feature_dim = index.image_ids, index.offsets, index.feature_dim
-        self._known = set(map(str, self.image_ids))
-        self._index = _appended(self.folder / INDEX, index.size)
-        rows, D = self.offsets[-1], self.feature_dim or 0
-        sizes = {"features": D * self.dtype.itemsize, "boxes": 16, "scores": 4}
-        self._files = {name: _appended(self.folder / name, rows * size) for name, size in sizes.items()}
-
-    def append(self, image_id: ImageId, regions: Mapping[str, Any]) -> None:
-        """Append the ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,) of an image.
-
-        Raises:
-            ValueError: A shape is wrong, a value is not finite, or the image was already appended.
-        """
-        arrays = self._checked(image_id, regions)
-        image_id = image_id if isinstance(image_id, str) else int(image_id)  # also numpy's
-        for name, array in arrays.items():
-            self._files[name].write(array.tobytes())
-            self._files[name].flush()  # data must be on disk before its index line
-        n, self.feature_dim = arrays["features"].shape
-        self._index.write((json.dumps([image_id, n, self.feature_dim, self.dtype.name]) + "\n").encode())
-        self._index.flush()
-        self.image_ids.append(image_id)
-        self._known.add(str(image_id))
-        self.offsets.append(self.offsets[-1] + n)
-
-    def _checked(self, image_id: ImageId, regions: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        if isinstance(image_id, bool) or not isinstance(image_id, (Integral, str)):
-            raise ValueError(f"an image id must be an int or a str, got {image_id!r}")
-        if str(image_id) in self._known:
-            raise ValueError(f"image {image_id} was already added")
-        missing = [name for name in ARRAYS[2:] if name not in regions]
-        if missing:
-            raise ValueError(f"image {image_id} has no {', '.join(missing)}")
-        features = np.asarray(regions["features"])
-        D = self.feature_dim if self.feature_dim is not None else features.shape[-1] if features.ndim else 0
-        if features.ndim != 2 or features.shape[1] != D or D == 0:
-            raise ValueError(f"image {image_id}: features must have shape (n, {D or 'D'}), got {features.shape}")
-        arrays = {}
-        for name, shape in (("features", features.shape), ("boxes", (len(features), 4)), ("scores", (len(features),))):
-            array = np.asarray(regions[name])
-            if array.shape != shape:
-                raise ValueError(f"image {image_id}: {name} must have shape {shape}, got {array.shape}")
-            with np.errstate(over="ignore"):
-                arrays[name] = array.astype(self.dtype if name == "features" else np.float32)
-            if not np.isfinite(arrays[name]).all():
-                raise ValueError(
-                    f"image {image_id}: {name} are NaN, infinite or outside the range of {arrays[name].dtype}"
-                )
-        boxes = arrays["boxes"]
-        if (boxes < -BORDER).any() or (boxes > 1 + BORDER).any() or (boxes[:, :2] > boxes[:, 2:] + BORDER).any():
-            raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")
-        np.clip(boxes, 0, 1, out=boxes)
-        np.maximum(boxes[:, 2:], boxes[:, :2], out=boxes[:, 2:])
-        return arrays
-
-    def assemble(self, path: str | os.PathLike[str], recipe: Mapping[str, Any] | None = None) -> None:
-        """Write all images so far and the ``recipe`` to one file; the folder remains."""
-        path = check_npz(path)
-        self.close()
-        parts = RegionParts([self.folder])
-        if not parts.image_ids:
+    if dtype not in ("float16", "float32"):
+        raise ValueError(f"dtype must be 'float16' or 'float32', got {dtype!r}")
+    ids, D = dict[str, ImageId](), None
+    counts, boxes, scores = [0], list[np.ndarray](), list[np.ndarray]()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=path.parent) as features:
+        for image_id, regions in images:
+            if isinstance(image_id, bool) or not isinstance(image_id, (Integral, str)):
+                raise ValueError(f"an image id must be an int or a str, got {image_id!r}")
+            if str(image_id) in ids:
+                raise ValueError(f"image {image_id} was already added")
+            own = _checked(image_id, regions, np.dtype(dtype), D)
+            ids[str(image_id)], D = image_id, own["features"].shape[1]
+            features.write(own["features"].tobytes())
+            counts.append(len(own["features"]))
+            boxes.append(own["boxes"])
+            scores.append(own["scores"])
+        if not ids:
             raise ValueError(f"{path}: there is no image to write")
-        files.write(path, lambda partial: parts.save(partial, recipe))
-
-    def close(self) -> None:
-        """Close the files."""
-        for file in (self._index, *self._files.values()):
-            file.close()
-
-    def __enter__(self) -> RegionFeaturesWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        named = any(isinstance(x, str) for x in ids.values())
+        arrays = dict(image_ids=np.array([x.encode() for x in ids]) if named else np.array([*ids.values()], np.int64))
+        arrays.update(offsets=np.cumsum(counts), boxes=np.concatenate(boxes), scores=np.concatenate(scores))
+        stored = features, (sum(counts), D), np.dtype(dtype)
+        text = None if recipe is None else json.dumps(recipe)
+        files.write(path, lambda partial: save_npz(partial, arrays, *stored, text))
 
 
-def _appended(path: Path, size: int) -> Any:
-    """Truncate a file to ``size`` bytes and open it for appending."""
-    path.touch()
-    if path.stat().st_size < size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, not {size}: delete {path.parent} and start again")
-    os.truncate(path, size)
-    return path.open("ab")
+def _checked(image_id: ImageId, regions: Mapping[str, Any], dtype: np.dtype, D: int | None) -> dict[str, np.ndarray]:
+    """Return the arrays of an image as they are stored, with features of D channels, or of any number for None."""
+    missing = [name for name in ("features", "boxes", "scores") if name not in regions]
+    if missing:
+        raise ValueError(f"image {image_id} has no {', '.join(missing)}")
+    features = np.asarray(regions["features"])
+    D = D if D is not None else features.shape[-1] if features.ndim else 0
+    if features.ndim != 2 or features.shape[1] != D or D == 0:
+        raise ValueError(f"image {image_id}: features must have shape (n, {D or 'D'}), got {features.shape}")
+    arrays = {}
+    for name, shape in (("features", features.shape), ("boxes", (len(features), 4)), ("scores", (len(features),))):
+        array = np.asarray(regions[name])
+        if array.shape != shape:
+            raise ValueError(f"image {image_id}: {name} must have shape {shape}, got {array.shape}")
+        with np.errstate(over="ignore"):
+            arrays[name] = array.astype(dtype if name == "features" else np.float32)
+        if not np.isfinite(arrays[name]).all():
+            raise ValueError(f"image {image_id}: {name} are NaN, infinite or outside the range of {arrays[name].dtype}")
+    boxes = arrays["boxes"]
+    if (boxes < -BORDER).any() or (boxes > 1 + BORDER).any() or (boxes[:, :2] > boxes[:, 2:] + BORDER).any():
+        raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")
+    np.clip(boxes, 0, 1, out=boxes)
+    np.maximum(boxes[:, 2:], boxes[:, :2], out=boxes[:, 2:])
+    return arrays

@@ -10,12 +10,13 @@ import base64
 import importlib
 import mmap
 import os
+import shutil
 import struct
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -273,23 +274,24 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
 
 
 def save_npz(
-    path: Path, ids: np.ndarray, offsets: np.ndarray, regions: dict[str, list[np.ndarray]], recipe: str | None = None
+    path: Path,
+    arrays: Mapping[str, np.ndarray],
+    features: BinaryIO,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    recipe: str | None = None,
 ) -> None:
-    """Write all five arrays and the recipe; the output is deterministic.
-
-    ``regions`` are features, boxes and scores by image, such as views of mapped files, which are written one by one.
-    """
+    """Write the arrays, ``features`` (``shape``) from a file of their bytes, and the recipe, always the same bytes."""
+    features.seek(0)
+    small = dict(arrays) if recipe is None else {**arrays, RECIPE: np.array(recipe)}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
-        for name, pieces in {"image_ids": [ids], "offsets": [offsets], **regions}.items():
+        for name, array in small.items():
             with archive.open(_member(name), "w", force_zip64=True) as member:
-                shape = sum(map(len, pieces)), *pieces[0].shape[1:]
-                descr = npy.dtype_to_descr(pieces[0].dtype)
-                npy.write_array_header_1_0(member, dict(descr=descr, fortran_order=False, shape=shape))
-                for piece in pieces:
-                    member.write(piece.tobytes())
-        if recipe is not None:
-            with archive.open(_member(RECIPE), "w") as member:
-                npy.write_array(member, np.array(recipe), allow_pickle=False)
+                npy.write_array(member, array, allow_pickle=False)
+        with archive.open(_member("features"), "w", force_zip64=True) as member:
+            header = dict(descr=npy.dtype_to_descr(dtype), fortran_order=False, shape=shape)
+            npy.write_array_header_1_0(member, header)
+            shutil.copyfileobj(features, member, 1 << 20)
 
 
 def _member(name: str) -> zipfile.ZipInfo:

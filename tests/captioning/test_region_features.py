@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attn_plugins.captioning.region_features import RegionFeatures, RegionFeaturesWriter, write_region_features
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 
 SUFFIXES = [".npz", ".tsv", ".hdf5"]
 W, H = 640, 480
@@ -284,24 +284,6 @@ def test_images_that_cannot_be_written(tmp_path, change, message):
         write_region_features(tmp_path / "regions.npz", [*made_up(2), (1000, good)])
     with pytest.raises(ValueError, match="there is no image to write"):
         write_region_features(tmp_path / "regions.npz", [])
-
-
-def test_an_interrupted_run_resumes(tmp_path):
-    images = made_up()
-    write_region_features(tmp_path / "whole.npz", images)
-    with RegionFeaturesWriter(tmp_path / "parts") as writer:
-        for image_id, regions in images[:3]:
-            writer.append(image_id, regions)
-    for name in ("features", "scores", "images.jsonl"):  # as if the run had ended within the fourth image
-        with tmp_path.joinpath("parts", name).open("ab") as part:
-            part.write(b"[123")
-    with RegionFeaturesWriter(tmp_path / "parts") as writer:
-        assert writer.image_ids == [1000, 999, 998]
-        for image_id, regions in images[3:]:
-            writer.append(image_id, regions)
-    writer.assemble(tmp_path / "again.npz")
-    whole, again = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("whole", "again"))
-    for name in whole:
-        np.testing.assert_array_equal(whole[name], again[name])
-    with pytest.raises(ValueError, match="was started with float16, not float32"):
-        RegionFeaturesWriter(tmp_path / "parts", "float32")
+    with pytest.raises(ValueError, match="dtype must be 'float16' or 'float32', got 'int8'"):
+        write_region_features(tmp_path / "regions.npz", [(1, good)], "int8")
+    assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Captioned scenes with a detector and small captioning models, and runs of ``tools.caption caption`` on them."""
+"""A drawn captioned set with a detector and small captioning models, and runs of ``tools.caption caption`` on it."""
 
 from __future__ import annotations
 
@@ -13,30 +13,18 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 import attn_plugins.fairseq  # noqa: F401
+from tests.helpers.captioned_pictures import COLOURS, SHAPES, draw
 from tools.caption.__main__ import main
-from tools.caption.attributes import AttributeDetector, frequent_words
+from tools.caption.attributes import AttributeDetector
 from tools.caption.backbones import TimmBackbone
-from tools.datasets.captioned_scenes import Recipe, build
 from tools.pictures import open_picture
 from tools.train import attributes as train_attributes
 
-FUSIONS = {
-    "entangled": {"regions", "attributes", "visual_share"},
-    "parallel": {"regions", "attributes", "visual_share"},
-    "stacked-visual": {"regions", "attributes"},
-    "visual": {"regions"},
-    "semantic": {"attributes"},
-}
-CAPTIONERS = {
-    "show_attend_tell": {"regions"},
-    "lstm_captioner": {"regions", "attributes"},
-    "conv_captioner": {"regions", "attributes"},
-}
-SHOWN = {**FUSIONS, **CAPTIONERS}
+CAPTIONERS = ("show_attend_tell", "lstm_captioner", "conv_captioner")
 
 
 def checkpoint(path: Path, data: Path, *options: str, seed: int = 0) -> Path:
-    """Save a model with fairseq's trainer. Its random weights are large, for attention far from uniform."""
+    """Save a model with fairseq's trainer. Its random weights are large, for captions far from alike."""
     given = [data, "--task=captioning", "--arch=eta_transformer_tiny", "--min-word-count=1", "--max-attributes=4"]
     given += ["--optimizer=adam", "--lr=0.1", "--cpu", "--max-target-positions=20"]
     given += ["--no-save-optimizer-state", *options]
@@ -53,25 +41,22 @@ def checkpoint(path: Path, data: Path, *options: str, seed: int = 0) -> Path:
 
 
 def create(folder: Path) -> Path:
-    """Create a data folder of 9 scenes, one of them not square, in ``folder``, and beside it a detector and models."""
-    data = folder / "data"
-    assert build(data, Recipe(train=4, val=1, test=4, size=64, seed=1))
-    wide = data / "images/000007.jpg"
-    open_picture(wide).crop((0, 10, 64, 50)).save(wide)
-    train = [image for image in read(data / "splits.json")["images"] if image["split"] == "train"]
-    words = frequent_words([[sentence["tokens"] for sentence in image["sentences"]] for image in train], 12)
+    """Create a data folder of 12 pictures in ``folder``, and beside it a detector and models."""
+    data = draw(folder / "data")
     torch.manual_seed(0)
-    detector = AttributeDetector(TimmBackbone("test_resnet", (64, 64)), words)
-    detector.head.classifier.weight.data *= 20
+    detector = AttributeDetector(TimmBackbone("test_resnet", (64, 64)), [*COLOURS, *SHAPES])
+    pictures = [detector.backbone.prepare(open_picture(path)) for path in sorted((data / "images").iterdir())]
+    detector.head.classifier.weight.data *= 500  # words that differ from picture to picture
+    detector.head.classifier.bias.data = -detector.eval()(torch.stack(pictures)).mean((0, 2, 3)).detach()
     detector.save(folder / "best.safetensors")
     assert train_attributes.main([str(data), str(folder), "--predict", "--top", "3", "--device", "cpu"]) == 0
     grid = ["--grid", "test_resnet", "--checkpoint", str(folder / "best.safetensors"), "--grid-size", "3"]
     splits = ["--splits", str(data / "splits.json"), "--device", "cpu"]
     assert main(["extract", str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
-    for fusion in FUSIONS:
+    for fusion in ("entangled", "visual", "semantic"):
         checkpoint(folder / f"{fusion}.pt", data, "--fusion", fusion)
-    for name, seen in CAPTIONERS.items():
-        both = ["--fusion", "parallel"] if "attributes" in seen else []
+    for name in CAPTIONERS:
+        both = [] if name == "show_attend_tell" else ["--fusion", "parallel"]
         checkpoint(folder / f"{name}.pt", data, f"--arch={name}_tiny", *both)
     checkpoint(folder / "other.pt", data, "--layers=3", seed=1)
     return data

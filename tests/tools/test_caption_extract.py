@@ -1,10 +1,12 @@
-"""``tools.caption extract``: regions by mmdet, torchvision and a grid, their recipes, and pictures that are broken."""
+"""``tools.caption extract``: regions by torchvision and a grid, the same of a new picture, and broken pictures."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,83 +17,46 @@ from torch.nn import functional
 from torchvision.ops import box_iou
 
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
+from tests.helpers.captioned_pictures import draw
+from tools import files
 from tools.caption.__main__ import main
 from tools.caption.backbones import TimmBackbone
-from tools.caption.recipe import RecordedExtractor
+from tools.caption.extract import RecordedExtractor
 from tools.caption.regions import Selection
-from tools.datasets.captioned_scenes import Recipe, build
+from tools.caption.torchvision_regions import TorchvisionRegions
 from tools.pictures import open_picture
-from tools.train.checkpoint import save_weights
-from tools.train.config import Config
 
-ROOT = Path(__file__).parents[2]
 GRID = ["--grid", "test_resnet", "--no-weights", "--size", "64", "--grid-size", "3"]
 TORCHVISION = ["--torchvision", "fasterrcnn_resnet50_fpn", "--no-weights", "--size", "64"]
-CONFIG = ROOT / "configs/mmdet/scenes/faster-rcnn_narrow-r50_fpn_scenes.py"
-CASCADE = """
-_base_ = "mmdet::cascade_rcnn/cascade-rcnn_r50_fpn_1x_coco.py"
-model = dict(
-    backbone=dict(base_channels=8, init_cfg=None),
-    neck=dict(in_channels=[32, 64, 128, 256], out_channels=16),
-    rpn_head=dict(in_channels=16, feat_channels=16),
-    roi_head=dict(
-        bbox_roi_extractor=dict(out_channels=16),
-        bbox_head=[dict(h, in_channels=16, fc_out_channels=24) for h in _base_.model.roi_head.bbox_head],
-    ),
-)
-test_pipeline = [
-    dict(type="LoadImageFromFile"), dict(type="Resize", scale=(128, 128), keep_ratio=True), dict(type="PackDetInputs"),
-]
-test_dataloader = dict(dataset=dict(pipeline=test_pipeline))
-"""
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory) -> Path:
-    """Create 8 scenes, one of them of another shape."""
-    folder = tmp_path_factory.mktemp("scenes") / "set"
-    assert build(folder, Recipe(train=4, val=2, test=2, size=64, seed=1))
-    wide = folder / "images/000003.jpg"
-    open_picture(wide).crop((0, 10, 64, 50)).save(wide)
-    return folder
+def drawn(tmp_path_factory) -> Path:
+    return draw(tmp_path_factory.mktemp("pictures") / "set", 8)
 
 
-def run(scenes: Path, out: Path, *options: str) -> int:
-    ids = [] if {"--splits", "--captions"} & set(options) else ["--splits", scenes / "splits.json"]
-    given = ["extract", scenes / "images", out, *ids, "--device", "cpu", *options]
+def run(drawn: Path, out: Path, *options: str) -> int:
+    ids = [] if {"--splits", "--captions"} & set(options) else ["--splits", drawn / "splits.json"]
+    given = ["extract", drawn / "images", out, *ids, "--device", "cpu", *options]
     return main(list(map(str, given)))
 
 
-def content(path: Path) -> list[tuple]:
-    features = RegionFeatures(path)
-    return [(i, {name: array.tobytes() for name, array in features.regions(i).items()}) for i in features.image_ids]
-
-
-@pytest.mark.parametrize("way", ["grid", "torchvision", "mmdet"])
-def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, tmp_path, capsys, monkeypatch):
-    weights = tmp_path / "weights"
-    weights.mkdir()
+@pytest.mark.parametrize("way", ["grid", "torchvision"])
+def test_each_way_gives_regions_and_those_of_a_new_picture(way, drawn, tmp_path, monkeypatch):
     if way == "grid":
-        torch.save(TimmBackbone("test_resnet").model.state_dict(), weights / "x.pth")
+        torch.save(TimmBackbone("test_resnet").model.state_dict(), tmp_path / "x.pth")
         options = ["--grid", "test_resnet", "--grid-size", "3", "--size", "48", "64", "--dtype", "float32"]
-        options += ["--checkpoint", weights / "x.pth"]
-    elif way == "torchvision":
-        options = [*TORCHVISION, "--feature", "map"]
+        options += ["--checkpoint", "x.pth"]
     else:
-        from tools.caption.mmdet_regions import MmdetRegions
-
-        torch.save(MmdetRegions(CONFIG, Selection(), seed=7).model.state_dict(), weights / "x.pth")
-        options = ["--mmdet", CONFIG, weights / "x.pth"]
-    out = tmp_path / "regions.npz"
-    assert run(scenes, out, *options, "--max-regions", "20", "--batch-size", "1") == 0
-    assert "8/8" in capsys.readouterr().err
-    assert not (tmp_path / ".regions.npz.partial").exists()
-    (tmp_path / "moved").mkdir()
-    out, weights = out.rename(tmp_path / "moved/regions.npz"), weights.rename(tmp_path / "moved/weights")
+        options = [*TORCHVISION, "--feature", "map"]
     monkeypatch.chdir(tmp_path)
+    out = tmp_path / "some/regions.npz"
+    assert run(drawn, out, *options, "--max-regions", "20", "--batch-size", "1") == 0
+    assert list(out.parent.iterdir()) == [out]
+    monkeypatch.chdir("/")
     features = RegionFeatures(out)
     assert features.image_ids == list(range(1, 9))
-    assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=256, mmdet=256)[way]
+    assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=256)[way]
     for image_id in features.image_ids:
         boxes, scores = (features.regions(image_id)[name] for name in ("boxes", "scores"))
         assert len(boxes) == 9 if way == "grid" else 10 <= len(boxes) <= 20
@@ -103,36 +68,49 @@ def test_every_way_gives_regions_which_its_recipe_gives_again(way, scenes, tmp_p
     assert not np.array_equal(features.regions(1)["features"], features.regions(2)["features"])
     extractor = RecordedExtractor(features)
     for image_id in (1, 3):
-        computed = extractor(open_picture(scenes / f"images/00000{image_id}.jpg"))
+        computed = extractor(open_picture(drawn / f"images/00000{image_id}.jpg"))
         for name, array in features.regions(image_id).items():
             assert computed[name].dtype == array.dtype
             np.testing.assert_array_equal(computed[name], array)
 
 
-def test_grid_cells_are_pooled_from_the_part_of_the_picture_that_their_boxes_name(scenes, tmp_path):
-    out = tmp_path / "regions.npz"
-    assert run(scenes, out, *GRID, "--dtype", "float32") == 0
+def test_torchvision_features_are_what_the_classifier_reads_of_the_boxes(drawn):
+    """Boxes and features of the detections that torchvision's own forward returns, with their scores."""
     torch.manual_seed(0)
-    backbone = TimmBackbone("test_resnet", (64, 64)).eval()
-    picture = open_picture(scenes / "images/000001.jpg")
+    selection = Selection(1, 100, 0.05, 0.5)  # torchvision's own thresholds
+    extractor = TorchvisionRegions("fasterrcnn_resnet50_fpn", selection, "none", size=(64, 96))
+    model: Any = extractor.model
+    picture = extractor.prepare(open_picture(drawn / "images/000003.jpg"))
+    [regions] = extractor([picture])
+    h, w = picture.shape[1:]
     with torch.no_grad():
-        pooled = functional.adaptive_avg_pool2d(backbone(backbone.prepare(picture)[None]), 3)[0]
-    stored = RegionFeatures(out).regions(1)
-    for row in range(3):
-        for column in range(3):
-            cell = 3 * row + column
-            np.testing.assert_allclose(stored["features"][cell], pooled[:, row, column], atol=1e-5)
-            box = np.array([column, row, column + 1, row + 1]) / 3
-            np.testing.assert_allclose(stored["boxes"][cell], box, atol=1e-6)
+        images, _ = model.transform([picture])
+        maps = model.backbone(images.tensors)
+        size = images.image_sizes[0]
+        boxes = torch.tensor(regions["boxes"]) * torch.tensor([size[1], size[0], size[1], size[0]])
+        logits, _ = model.roi_heads.box_predictor(
+            model.roi_heads.box_head(model.roi_heads.box_roi_pool(maps, [boxes], [size]))
+        )
+        found, _ = model.roi_heads.box_predictor(torch.tensor(regions["features"]))
+        torch.testing.assert_close(found, logits, atol=1e-4, rtol=1e-4)
+        model.roi_heads.score_thresh, model.roi_heads.detections_per_img = 0.0, 1000
+        [theirs] = model([picture])
+    best = torch.tensor(regions["boxes"][0]) * torch.tensor([w, h, w, h])
+    assert (theirs["boxes"] - best).abs().amax(1).min() < 1e-2
 
 
-def test_a_trained_classifiers_weights_are_taken(scenes, tmp_path):
+@pytest.mark.parametrize("suffix", ["safetensors", "pth.tar"])
+def test_a_trained_classifiers_weights_are_taken(suffix, drawn, tmp_path):
+    """Of safetensors with metadata, and of a checkpoint of timm's train.py, with its options."""
     torch.manual_seed(3)
-    model = timm.create_model("test_resnet", num_classes=2)
-    save_weights(tmp_path / "best.safetensors", model, Config("test_resnet", input_size=(64, 64)), ["cat", "dog"])
-    weights = ["--checkpoint", str(tmp_path / "best.safetensors"), "--grid-size", "1", "--dtype", "float32"]
-    assert run(scenes, tmp_path / "regions.npz", "--grid", "test_resnet", *weights) == 0
-    prepared = TimmBackbone("test_resnet", (64, 64)).prepare(open_picture(scenes / "images/000002.jpg"))
+    model, file = timm.create_model("test_resnet", num_classes=2), tmp_path / f"best.{suffix}"
+    if suffix == "safetensors":
+        files.write_weights(file, model, dict(model="test_resnet", input_size=(64, 64)))
+    else:
+        torch.save(dict(arch="test_resnet", state_dict=model.state_dict(), args=argparse.Namespace(lr=1)), file)
+    weights = ["--checkpoint", str(file), "--grid-size", "1", "--dtype", "float32", "--size", "64"]
+    assert run(drawn, tmp_path / "regions.npz", "--grid", "test_resnet", *weights) == 0
+    prepared = TimmBackbone("test_resnet", (64, 64)).prepare(open_picture(drawn / "images/000002.jpg"))
     with torch.no_grad():
         expected = model.eval().forward_features(prepared[None]).mean((2, 3))
     stored = RegionFeatures(tmp_path / "regions.npz").regions(2)["features"]
@@ -146,59 +124,10 @@ def test_backbones_of_every_layout_give_maps(name):
         assert backbone(torch.randn(1, 3, *backbone.size)).shape[1] == backbone.num_features
 
 
-@pytest.mark.parametrize("kind", ["faster", "cascade"])
-def test_mmdet_features_are_what_the_classifier_reads_of_the_boxes(kind, scenes, tmp_path):
-    from mmdet.structures.bbox import bbox2roi
-
-    from tools.caption.mmdet_regions import MmdetRegions
-
-    cascade = tmp_path / "cascade.py"
-    cascade.write_text(CASCADE)
-    extractor = MmdetRegions(cascade if kind == "cascade" else CONFIG, Selection(maximum=15))
-    pictures = [open_picture(scenes / f"images/00000{n}.jpg") for n in (1, 3)]
-    prepared = [extractor.prepare(picture) for picture in pictures]
-    extracted = extractor(prepared)
-    head = extractor.model.roi_head
-    box_head = head.bbox_head[-1] if kind == "cascade" else head.bbox_head
-    with torch.no_grad():
-        data = extractor.model.data_preprocessor({k: [p[k] for p in prepared] for k in prepared[0]}, False)
-        maps = extractor.model.extract_feat(data["inputs"])
-        sizes = [sample.img_shape for sample in data["data_samples"]]
-        assert sizes == [(128, 128), (80, 128)]
-        boxes = [torch.tensor(f["boxes"]) * torch.tensor([w, h, w, h]) for f, (h, w) in zip(extracted, sizes)]
-        stage = (2,) if kind == "cascade" else ()
-        result = head._bbox_forward(*stage, maps, bbox2roi([b.float() for b in boxes]))
-        features = torch.cat([torch.from_numpy(f["features"]) for f in extracted])
-        torch.testing.assert_close(box_head.fc_cls(features), result["cls_score"], atol=1e-4, rtol=1e-4)
-    extractor.feature = "map"
-    for own, map_features in zip(extracted, extractor(prepared)):
-        np.testing.assert_array_equal(own["boxes"], map_features["boxes"])
-        assert map_features["features"].shape == (len(own["boxes"]), dict(faster=64, cascade=16)[kind])
-
-
-def test_mmdet_takes_its_checkpoint_and_no_other(scenes, tmp_path, capsys):
-    from tools.caption.mmdet_regions import MmdetRegions
-
-    trained = MmdetRegions(CONFIG, Selection(), seed=7).model.state_dict()
-    torch.save(dict(state_dict=trained), tmp_path / "trained.pth")
-    assert run(scenes, tmp_path / "a.npz", "--mmdet", CONFIG, tmp_path / "trained.pth") == 0
-    assert run(scenes, tmp_path / "b.npz", "--mmdet", CONFIG, "--no-weights", "--seed", "7") == 0
-    assert run(scenes, tmp_path / "c.npz", "--mmdet", CONFIG, "--no-weights", "--seed", "8") == 0
-    assert content(tmp_path / "a.npz") == content(tmp_path / "b.npz") != content(tmp_path / "c.npz")
-    trained.popitem()
-    torch.save(dict(state_dict=trained), tmp_path / "lacking.pth")
-    capsys.readouterr()
-    assert run(scenes, tmp_path / "d.npz", "--mmdet", CONFIG, tmp_path / "lacking.pth") == 2
-    assert "lacking.pth does not fit" in capsys.readouterr().err
-    one_stage = ROOT / "configs/mmdet/digits/atss_narrow-r50_fpn_digits.py"
-    assert run(scenes, tmp_path / "d.npz", "--mmdet", one_stage, "--no-weights") == 2
-    assert "must be a two-stage detector" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("workers", [0, 1])
-def test_broken_pictures_are_named_and_the_others_are_there(workers, scenes, tmp_path, capsys):
+def test_broken_pictures_are_named_and_the_others_are_there(workers, drawn, tmp_path, capsys):
     folder = tmp_path / "set"
-    shutil.copytree(scenes, folder)
+    shutil.copytree(drawn, folder)
     cut = folder / "images/000002.jpg"
     cut.write_bytes(cut.read_bytes()[:900])
     (folder / "images/000005.jpg").unlink()
@@ -210,14 +139,14 @@ def test_broken_pictures_are_named_and_the_others_are_there(workers, scenes, tmp
     assert "000002.jpg (image 2): cannot be read as a picture: image file is truncated" in printed
     assert "000005.jpg (image 5): no such file" in printed
     assert "000006.jpg (image 6): cannot be read as a picture: cannot identify image file" in printed
-    assert "3 pictures were skipped" in printed
+    assert "3 of 8 pictures were skipped" in printed
 
 
-def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scenes, tmp_path, capsys, monkeypatch):
+def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(drawn, tmp_path, capsys, monkeypatch):
     from tools.caption.grid_regions import GridRegions
 
     network = GridRegions.__call__
-    odd = GridRegions("test_resnet", 3, "none", size=(64, 64)).prepare(open_picture(scenes / "images/000006.jpg"))
+    odd = GridRegions("test_resnet", 3, "none", size=(64, 64)).prepare(open_picture(drawn / "images/000006.jpg"))
 
     def fails(self, batch):
         if any(torch.equal(one, odd) for one in batch):
@@ -225,48 +154,37 @@ def test_a_picture_that_fails_in_the_network_does_not_take_its_batch_along(scene
         return network(self, batch)
 
     monkeypatch.setattr(GridRegions, "__call__", fails)
-    assert run(scenes, tmp_path / "regions.npz", *GRID) == 1
+    assert run(drawn, tmp_path / "regions.npz", *GRID) == 1
     assert RegionFeatures(tmp_path / "regions.npz").image_ids == [1, 2, 3, 4, 5, 7, 8]
-    assert "image 6: RuntimeError: too odd" in capsys.readouterr().err
+    assert "(image 6): RuntimeError: too odd" in capsys.readouterr().err
 
 
-def test_weights_that_the_recipe_names_and_that_are_gone(scenes, tmp_path):
+def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     state = TimmBackbone("test_resnet").model.state_dict()
     torch.save(state, tmp_path / "x.pth")
     options = ["--grid", "test_resnet", "--grid-size", "2", "--size", "64", "--checkpoint", tmp_path / "x.pth"]
     out = tmp_path / "regions.npz"
-    assert run(scenes, out, *options) == 0
+    assert run(drawn, out, *options) == 0
     (tmp_path / "x.pth").rename(tmp_path / "y.pth")
-    with pytest.raises(ValueError, match=r"checkpoint .*x\.pth, which is neither .*x\.pth: pass --region-checkp"):
+    with pytest.raises(ValueError, match=r"are of .*x\.pth, which does not exist: pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
-    with pytest.raises(ValueError, match=r"x\.pth has changed: pass --region-checkpoint"):
+    with pytest.raises(ValueError, match=r"x\.pth, which has changed: pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     with pytest.raises(ValueError, match="--region-checkpoint: nowhere does not exist"):
         RecordedExtractor(RegionFeatures(out), checkpoint=Path("nowhere"))
-    recipe = {**RegionFeatures(out).recipe, "tool": "tools.captioning.extract_regions"}  # of an older file
-    write_region_features(tmp_path / "old.npz", [(1, RegionFeatures(out).regions(1))], recipe=recipe)
-    recorded = RecordedExtractor(RegionFeatures(tmp_path / "old.npz"), checkpoint=tmp_path / "y.pth")
-    picture = open_picture(scenes / "images/000001.jpg")
-    expected = RegionFeatures(out).regions(1)["features"].astype(np.float32)
+    recorded = RecordedExtractor(RegionFeatures(out), checkpoint=tmp_path / "y.pth")
+    picture, regions = open_picture(drawn / "images/000001.jpg"), RegionFeatures(out).regions(1)
+    expected = regions["features"].astype(np.float32)
     np.testing.assert_allclose(recorded(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
+    for recipe in (None, dict(tool="x"), dict(tool="tools.caption extract", options=dict(grid="x"))):
+        write_region_features(tmp_path / "bare.npz", [(1, regions)], recipe=recipe)
+        with pytest.raises(ValueError, match=r"bare\.npz lacks the options of tools.caption extract"):
+            RecordedExtractor(RegionFeatures(tmp_path / "bare.npz"))
 
 
-def test_recipes_that_are_none(tmp_path):
-    regions = dict(features=np.ones((1, 2)), boxes=np.array([[0, 0, 1, 1]]), scores=np.ones(1))
-    partial = dict(tool="tools.caption extract", options=dict(grid="x"))
-    for recipe, lacks in (
-        (None, "no recipe of"),
-        (dict(tool="x"), "no recipe of"),
-        (partial, "a recipe without mmdet"),
-    ):
-        write_region_features(tmp_path / "regions.npz", [(1, regions)], recipe=recipe)
-        with pytest.raises(ValueError, match=f"has {lacks}.*extract --overwrite writes it"):
-            RecordedExtractor(RegionFeatures(tmp_path / "regions.npz"))
-
-
-def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
-    shutil.copy(scenes / "images/000001.jpg", tmp_path / "cat.jpg")
+def test_without_captions_the_names_are_the_ids(drawn, tmp_path):
+    shutil.copy(drawn / "images/000001.jpg", tmp_path / "cat.jpg")
     Image.new("L", (70, 30), 99).save(tmp_path / "grey.PNG")
     (tmp_path / "notes.txt").write_text("not a picture")
     out = tmp_path / "regions.npz"
@@ -280,22 +198,20 @@ def test_without_captions_the_names_are_the_ids(scenes, tmp_path):
         (["--grid", "no_such_net", "--no-weights"], "must be a model of timm, got 'no_such_net'"),
         ([*GRID[:-1], "0"], "--grid-size must be at least 1, got 0"),
         (["--torchvision", "retinanet_resnet50_fpn"], "must be one of fasterrcnn_"),
-        (["--mmdet", "nowhere.py", "--no-weights"], "--mmdet nowhere.py cannot be read as a config"),
-        (["--mmdet", "x.py"], "--mmdet CONFIG needs a CHECKPOINT, or --no-weights"),
         ([*TORCHVISION, "--nms", "2"], "--nms must be from 0 to 1, got 2"),
         ([*GRID, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ([*GRID, "--splits", "nowhere.json"], "nowhere.json cannot be read"),
         (["--grid", "test_resnet", "--checkpoint", "nowhere.pth"], "weights nowhere.pth: no such file"),
     ],
 )
-def test_bad_options_are_reported_before_anything_runs(options, message, scenes, tmp_path, capsys):
-    assert run(scenes, tmp_path / "regions.npz", *options) == 2
+def test_bad_options_are_reported_before_anything_runs(options, message, drawn, tmp_path, capsys):
+    assert run(drawn, tmp_path / "regions.npz", *options) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_bad_lists_are_reported(scenes, tmp_path, capsys):
-    captions = json.loads((scenes / "captions.json").read_text())
+def test_bad_lists_are_reported(drawn, tmp_path, capsys):
+    captions = json.loads((drawn / "captions.json").read_text())
     for n, change, message in [
         (0, dict(images=captions["images"][:1] * 2), "image 1 is repeated"),
         (1, dict(images=[]), "has no pictures"),
@@ -303,13 +219,13 @@ def test_bad_lists_are_reported(scenes, tmp_path, capsys):
     ]:
         file = tmp_path / f"{n}.json"
         file.write_text(json.dumps({**captions, **change}))
-        assert run(scenes, tmp_path / "regions.npz", *GRID, "--captions", str(file)) == 2
+        assert run(drawn, tmp_path / "regions.npz", *GRID, "--captions", str(file)) == 2
         assert message in capsys.readouterr().err
-    assert main(["extract", str(tmp_path), str(tmp_path / "regions.csv"), *GRID]) == 2
+    assert run(drawn, tmp_path / "regions.csv", *GRID) == 2
     assert "regions.csv" in capsys.readouterr().err
 
 
-def test_a_network_that_fails_is_not_the_pictures_fault(scenes, tmp_path, monkeypatch):
+def test_a_network_that_fails_is_not_the_pictures_fault(drawn, tmp_path, monkeypatch):
     from tools.caption.grid_regions import GridRegions
 
     def broken(self, batch):
@@ -317,7 +233,7 @@ def test_a_network_that_fails_is_not_the_pictures_fault(scenes, tmp_path, monkey
 
     monkeypatch.setattr(GridRegions, "__call__", broken)
     with pytest.raises(RuntimeError, match="no kernel"):
-        run(scenes, tmp_path / "regions.npz", *GRID)
+        run(drawn, tmp_path / "regions.npz", *GRID)
     assert not list(tmp_path.iterdir())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tools.caption.__main__ import main
-from tools.caption.metrics import evaluate, plain_words
+from tools.caption.score import evaluate, plain_words
 
 CAPTIONS = {
     11: ["a cat on the grass .", "A cat, lying on grass!"],

@@ -11,21 +11,16 @@ pytest.importorskip("sklearn")
 pytest.importorskip("skimage")
 pytest.importorskip("pycocotools")
 
-from tools.datasets import captioned_scenes, digits_on_photographs, moving_digits
+from tools.datasets import digits_on_photographs, moving_digits
 
-SCENES = "--train 4 --val 1 --test 1 --size 64"
 CLIPS = "--train 4 --val 2 --frames 6 --height 32 --width 48 --speed 0.1 0.15"
 VIDEO = "train/right/000001.mp4"  # the digit of the second clip moves to the right
 SETS = [  # options, what the command says, and one of the files
-    (captioned_scenes, SCENES, "4 train, 1 val, 1 test images", "annotations/objects_val.json"),
     (digits_on_photographs, "--train 2 --val 1", "2 training and 1 validation images", "semantic/train/000001.png"),
     (moving_digits, CLIPS, "4 training and 2 validation clips", "train/up/000003/005.png"),
     (moving_digits, f"{CLIPS} --format mp4 --directions 2", "4 training and 2 validation clips", VIDEO),
 ]
 WRONG = [
-    (captioned_scenes, "--val 0", "val must be at least 1, got 0"),
-    (captioned_scenes, "--size 32", "size must be at least 64, got 32"),
-    (captioned_scenes, "--captions 1", "captions must be 2 to 10 a picture, got 1"),
     (digits_on_photographs, "--train 0", "train must be at least 1, got 0"),
     (digits_on_photographs, "--sides 9 40", "sides must be two rising numbers from 10 to 100 pixels, got (9, 40)"),
     (digits_on_photographs, "--sides 40 20", "sides must be two rising numbers from 10 to 100 pixels, got (40, 20)"),

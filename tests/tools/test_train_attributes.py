@@ -1,4 +1,4 @@
-"""The attribute detector: noisy-OR in plain loops, training on tiny scenes, the file that the captioner reads."""
+"""The attribute detector: noisy-OR in plain loops, training on drawn pictures, the file that the captioner reads."""
 
 from __future__ import annotations
 
@@ -13,29 +13,28 @@ import pytest
 import torch
 
 from attn_plugins.captioning.region_features import RegionFeatures
+from tests.helpers.captioned_pictures import draw
 from tools.caption.__main__ import main as caption
-from tools.caption.attributes import average_precision, frequent_words, labels, load_detector
-from tools.caption.noisy_or import NoisyOrHead, noisy_or, noisy_or_loss
-from tools.datasets.captioned_scenes import Recipe, build
+from tools.caption.attributes import AttributeDetector, load_detector, noisy_or, noisy_or_loss
+from tools.caption.backbones import TimmBackbone, read_weights
 from tools.pictures import open_picture
 from tools.train import attributes as tool
+from tools.train.attribute_data import average_precision, frequent_words, labels
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--backbone test_resnet --no-pretrained --size 64 --batch-size 8 --device cpu --lr 0.01".split()
 
 
 @pytest.fixture(scope="module")
-def scenes(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("scenes") / "set"
-    assert build(folder, Recipe(train=24, val=6, test=4, size=64, seed=2))
-    return folder
+def pictures(tmp_path_factory) -> Path:
+    return draw(tmp_path_factory.mktemp("pictures") / "set", 36)
 
 
 @pytest.fixture(scope="module")
-def trained(scenes, tmp_path_factory) -> Path:
+def trained(pictures, tmp_path_factory) -> Path:
     """Train for 8 epochs; the attributes are in the data folder."""
     out = tmp_path_factory.mktemp("trained") / "out"
-    assert tool.main([str(scenes), str(out), *SMALL, "--epochs", "8"]) == 0
+    assert tool.main([str(pictures), str(out), *SMALL, "--epochs", "8"]) == 0
     return out
 
 
@@ -83,11 +82,12 @@ def test_loss_and_gradients_are_finite_and_right_at_saturation(value, dtype):
         np.testing.assert_allclose(logits.grad[0, 1].float().sum(), -0.5, rtol=1e-2)
 
 
-def test_head_begins_with_the_words_frequencies():
-    head = NoisyOrHead(8, 3)
-    torch.nn.init.zeros_(head.classifier.weight)
-    head.start_at(torch.tensor([0.02, 0.5, 0.97]), 12)
-    p = noisy_or(head(torch.randn(2, 8, 3, 4)))[0].exp()
+def test_a_detector_begins_with_the_words_frequencies():
+    detector = AttributeDetector(TimmBackbone("test_resnet", (64, 64)), ["a", "cat", "dog"]).eval()
+    torch.nn.init.zeros_(detector.head.classifier.weight)
+    logits = detector(torch.randn(2, 3, 64, 64))
+    detector.start_at(torch.tensor([0.02, 0.5, 0.97]), logits[0, 0].numel())
+    p = noisy_or(detector(torch.randn(2, 3, 64, 64)))[0].exp()
     torch.testing.assert_close(p, torch.tensor([[0.02, 0.5, 0.97]]).expand(2, 3))
 
 
@@ -111,32 +111,30 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
     assert all(0 < row["map"] <= 1 for row in rows)
     best = max(rows, key=lambda row: row["map"])
-    from tools.caption.backbones import read_weights
-
     _, metadata = read_weights(trained / "best.safetensors")
     assert json.loads(metadata["map"]) == best["map"]
     assert json.loads(metadata["epoch"]) == best["epoch"]
 
 
-def test_attributes_are_what_the_captioning_task_reads(trained, scenes):
+def test_attributes_are_what_the_captioning_task_reads(trained, pictures):
     from attn_plugins.captioning.caption_files import Problems, read_attributes, read_splits
 
-    written = read_attributes(scenes / "attributes.json")
-    assert set(written) == {str(n) for n in range(1, 35)}
-    captions = read_splits([scenes / "captions.json"], scenes / "splits.json", Problems(False))["train"]
+    written = read_attributes(pictures / "attributes.json")
+    assert set(written) == {str(n) for n in range(1, 37)}
+    captions = read_splits([pictures / "captions.json"], pictures / "splits.json", Problems(False))["train"]
     counts = frequent_words(captions.values(), 1000, least=5)
     for pairs in written.values():
-        assert len(pairs) == 20
+        assert len(pairs) == 11
         assert {word for word, _ in pairs} <= set(counts)
         assert all(0 <= p <= 1 for _, p in pairs)
-    assert json.loads((scenes / "attributes.json").read_text())["3"] == [[word, p] for word, p in written["3"]]
+    assert json.loads((pictures / "attributes.json").read_text())["3"] == [[word, p] for word, p in written["3"]]
     detector = load_detector(trained / "best.safetensors")
-    again = detector.predict([open_picture(scenes / "images/000003.jpg")])[0]
+    again = detector.predict(open_picture(pictures / "images/000003.jpg"))
     assert {word for word, _ in again} == {word for word, _ in written["3"]}
     np.testing.assert_allclose([p for _, p in again], [p for _, p in written["3"]], atol=2e-6)
 
 
-def test_an_interrupted_training_resumes_to_the_same_weights(trained, scenes, tmp_path, monkeypatch, capsys):
+def test_an_interrupted_training_resumes_to_the_same_weights(trained, pictures, tmp_path, monkeypatch, capsys):
     out, epoch = tmp_path / "out", tool.Training._epoch
 
     def interrupted(self, number):
@@ -144,7 +142,7 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, scenes, tm
             raise KeyboardInterrupt
         return epoch(self, number)
 
-    arguments = [str(scenes), str(out), *SMALL, "--epochs", "8", "--attributes", str(out / "attributes.json")]
+    arguments = [str(pictures), str(out), *SMALL, "--epochs", "8", "--attributes", str(out / "attributes.json")]
     with monkeypatch.context() as patch:
         patch.setattr(tool.Training, "_epoch", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -156,34 +154,34 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, scenes, tm
     assert tool.main([*arguments[:2], *SMALL, "--epochs", "8", "--backbone", "test_convnext", "--resume"]) == 2
     assert "--backbone test_resnet, but now it is test_convnext" in capsys.readouterr().err
     assert tool.main([*arguments, "--resume"]) == 0
-    assert (out / "attributes.json").read_bytes() == (scenes / "attributes.json").read_bytes()
+    assert (out / "attributes.json").read_bytes() == (pictures / "attributes.json").read_bytes()
     ends = [torch.load(folder / "last.pth", weights_only=True)["detector"] for folder in (out, trained)]
     assert ends[0].keys() == ends[1].keys()
     for key in ends[0]:
         torch.testing.assert_close(ends[0][key], ends[1][key])
 
 
-def test_predict_rewrites_the_attributes(trained, scenes, tmp_path, capsys):
+def test_predict_rewrites_the_attributes(trained, pictures, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
     shutil.copy(trained / "best.safetensors", out)
     attributes = ["--attributes", str(out / "few.json")]
-    assert tool.main([str(scenes), str(out), "--predict", "--top", "3", "--device", "cpu", *attributes]) == 0
-    few, many = (json.loads(path.read_text()) for path in (out / "few.json", scenes / "attributes.json"))
+    assert tool.main([str(pictures), str(out), "--predict", "--top", "3", "--device", "cpu", *attributes]) == 0
+    few, many = (json.loads(path.read_text()) for path in (out / "few.json", pictures / "attributes.json"))
     assert {key: [w for w, _ in own] for key, own in few.items()} == {k: [w for w, _ in v[:3]] for k, v in many.items()}
-    assert tool.main([str(scenes), str(out), "--predict", "--backbone", "resnet18"]) == 2
+    assert tool.main([str(pictures), str(out), "--predict", "--backbone", "resnet18"]) == 2
     assert "holds a test_resnet, but --backbone is resnet18" in capsys.readouterr().err
-    assert tool.main([str(scenes), str(tmp_path / "nothing"), "--predict"]) == 2
+    assert tool.main([str(pictures), str(tmp_path / "nothing"), "--predict"]) == 2
     assert "no such file" in capsys.readouterr().err
 
 
-def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
+def test_its_backbone_gives_grid_features(trained, pictures, tmp_path, capsys):
     out = tmp_path / "regions.npz"
-    grid = [str(scenes / "images"), str(out), "--device", "cpu", "--dtype", "float32", "--checkpoint"]
+    grid = [str(pictures / "images"), str(out), "--device", "cpu", "--dtype", "float32", "--checkpoint"]
     weights = str(trained / "best.safetensors")
     assert caption(["extract", *grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
     detector = load_detector(trained / "best.safetensors")
-    picture = detector.backbone.prepare(open_picture(scenes / "images/000005.jpg"))
+    picture = detector.backbone.prepare(open_picture(pictures / "images/000005.jpg"))
     with torch.no_grad():  # at its training size, 64 pixels
         expected = detector.backbone(picture[None]).mean((2, 3))
     np.testing.assert_allclose(RegionFeatures(out).regions("000005")["features"], expected, rtol=1e-4, atol=1e-5)
@@ -191,24 +189,24 @@ def test_its_backbone_gives_grid_features(trained, scenes, tmp_path, capsys):
     assert "holds a test_resnet, but the backbone is a resnet18" in capsys.readouterr().err
 
 
-def test_missing_and_broken_pictures(scenes, tmp_path, capsys):
+def test_missing_and_broken_pictures(pictures, tmp_path, capsys):
     folder = tmp_path / "set"
-    shutil.copytree(scenes, folder)
+    shutil.copytree(pictures, folder)
     (folder / "images/000002.jpg").unlink()
     arguments = [str(folder), str(tmp_path / "out"), *SMALL, "--epochs", "1"]
     assert tool.main(arguments) == 2
-    assert "1 of 34 images have no picture, such as image 2: " in capsys.readouterr().err
-    shutil.copy(scenes / "images/000001.jpg", folder / "images/000002.jpg")
-    (folder / "images/000033.jpg").write_text("no picture")
+    assert "1 of 36 images have no picture, such as image 2: " in capsys.readouterr().err
+    shutil.copy(pictures / "images/000001.jpg", folder / "images/000002.jpg")
+    (folder / "images/000035.jpg").write_text("no picture")
     assert tool.main([*arguments, "--workers", "1"]) == 2
-    assert "train attributes: image 33: " in capsys.readouterr().err
+    assert "train attributes: image 35: " in capsys.readouterr().err
     assert tool.main([*arguments, "--resume", "--skip-invalid-samples"]) == 0
-    assert "skipped image 33: " in capsys.readouterr().err
-    assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 35)} - {"33"}
+    assert "skipped image 35: " in capsys.readouterr().err
+    assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 37)} - {"35"}
 
 
-def test_bad_input_is_reported(scenes, tmp_path, capsys):
-    split = json.loads((scenes / "splits.json").read_text())
+def test_bad_input_is_reported(pictures, tmp_path, capsys):
+    split = json.loads((pictures / "splits.json").read_text())
     for row in split["images"]:
         row["split"] = {"train": "training"}.get(row["split"], row["split"])
     (tmp_path / "others.json").write_text(json.dumps(split))
@@ -221,21 +219,21 @@ def test_bad_input_is_reported(scenes, tmp_path, capsys):
         ),
         ([*SMALL, "--min-word-count", "9999"], "no word is left"),
         ([*SMALL, "--captions", "nowhere.json"], "--captions: nowhere.json does not exist"),
-        ([*SMALL, "--images", str(tmp_path)], "has none of the 34 pictures"),
+        ([*SMALL, "--images", str(tmp_path)], "has none of the 36 pictures"),
         ([*SMALL, "--backbone", "no_such_net"], "must be a model of timm, got 'no_such_net'"),
         ([*SMALL, "--shift", "0.7"], "--shift must be from 0 to 0.5, got 0.7"),
         ([*weighted, "--weights", str(tmp_path / "other.pth")], "other.pth does not fit test_resnet"),
         ([*SMALL, "--lr", "1e30", "--epochs", "2"], "the loss is"),
     ]:
-        assert tool.main([str(scenes), str(tmp_path / "out"), *options]) == 2
+        assert tool.main([str(pictures), str(tmp_path / "out"), *options]) == 2
         assert message in capsys.readouterr().err
     assert tool.main([str(tmp_path), str(tmp_path / "out"), *SMALL]) == 2
     assert "has no splits.json; python -m tools.caption splits creates it" in capsys.readouterr().err
 
 
-def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
+def test_captions_of_the_splits_file_and_no_fairseq(pictures, tmp_path):
     """A user with timm but without fairseq needs only Karpathy's file."""
-    shutil.copytree(scenes, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
+    shutil.copytree(pictures, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
     (tmp_path / "set/captions.json").unlink()
     code = "import sys\nfor name in ('fairseq', 'mmdet', 'mmengine', 'mmcv'): sys.modules[name] = None\n"
     code += "from tools.train import attributes as tool\nsys.exit(tool.main(sys.argv[1:]))\n"
@@ -243,4 +241,4 @@ def test_captions_of_the_splits_file_and_no_fairseq(scenes, tmp_path):
     command = [sys.executable, "-c", code, *arguments]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert result.returncode == 0, result.stderr
-    assert len(json.loads((tmp_path / "set/attributes.json").read_text())) == 34
+    assert len(json.loads((tmp_path / "set/attributes.json").read_text())) == 36

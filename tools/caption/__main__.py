@@ -1,4 +1,4 @@
-"""Region features, captions with the attention of every word, and scores.
+"""Regions of pictures, captions, and their scores.
 
 ::
 
@@ -6,12 +6,6 @@
     python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json --grid resnet50
     python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt --detector best.safetensors
     python -m tools.caption score results.json data/own/captions.json --splits data/own/splits.json test
-
-``extract`` and ``caption`` resume an interrupted run. With ``--shard i/n`` several processes or machines share the
-pictures, and ``merge`` writes the same files as one process::
-
-    for i in 1 2 3 4; do python -m tools.caption extract IMAGES regions.npz ... --shard $i/4 & done; wait
-    python -m tools.caption merge regions.npz
 """
 
 from __future__ import annotations
@@ -24,8 +18,7 @@ from tools import command_parser
 COMMANDS = {
     "splits": "divide a captioned set into train, val and test",
     "extract": "extract region features of a folder of pictures",
-    "caption": "caption pictures, and show what every word attends to",
-    "merge": "merge the shards of extract or caption",
+    "caption": "caption pictures",
     "score": "score captions: BLEU, METEOR, ROUGE-L, CIDEr-D, SPICE",
 }
 

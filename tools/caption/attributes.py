@@ -1,59 +1,92 @@
 """Attribute detector: predicts words that describe a picture, by a backbone and the noisy-OR of its cells.
 
 Chapter 2 of the thesis ("Visual & Semantic Features"), after Fang et al., From Captions to Visual Concepts and Back
-(2015).
+(2015), Sec. 3. A word is in a picture if any of its cells shows it: p = 1 − Π(1 − p_cell). With logits z of the cells,
+log(1 − p) = −s and log p = log(1 − exp(−s)), s = Σ softplus(z): no product, and no logarithm of what rounded to 0 or 1.
+
+B pictures, K words, h·w cells.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 
 from tools import files
-from tools.caption.backbones import BadBackbone, TimmBackbone, VggFc7, make_backbone, read_weights
-from tools.caption.noisy_or import NoisyOrHead, noisy_or
+from tools.caption.backbones import BadBackbone, TimmBackbone, read_weights
 
-Attributes = list[list[Any]]  # [word, probability], by falling probability
+_LINEAR = -15.0  # below it log softplus(z) is z − exp(z)/2 to float32's precision, and softplus(z) may underflow
+_SMALL = -7.0  # of log s; below it log(1 − exp(−s)) is log s − s/2 + s²/24 to float32's precision
+
+
+def noisy_or(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute log p and log(1 − p) of each word, (Tensor[B, K]), from the logits of the cells, (Tensor[B, K, h, w]).
+
+    They are in float32 or better, and their gradients are finite.
+    """
+    z = logits.flatten(2)
+    z = z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
+    # Both branches of a where() receive a gradient: clamp each input to the range where it is finite.
+    low, high = z.clamp(max=_LINEAR), z.clamp(min=_LINEAR)
+    log_s = torch.where(z < _LINEAR, z - low.exp() / 2, functional.softplus(high).log()).logsumexp(2)
+    s = log_s.exp()
+    series = log_s - s / 2 + s * s.clamp(max=1) / 24
+    exact = (-torch.expm1(-s.clamp(min=torch.tensor(_SMALL).exp().item()))).log()
+    return torch.where(log_s < _SMALL, series, exact), -s
+
+
+def noisy_or_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the binary cross-entropy of the pictures' probabilities, averaged over pictures and words.
+
+    ``targets`` (Tensor[B, K]) are 1 where the word describes the picture, else 0.
+    """
+    log_p, log_not = noisy_or(logits)
+    targets = targets.to(log_p.dtype)
+    return -(targets * log_p + (1 - targets) * log_not).mean()
 
 
 class AttributeDetector(nn.Module):
-    """Detector of K ``words`` in the cells of a picture, by the feature map of ``backbone``."""
+    """Detector of K ``words`` in the cells of a picture, by a linear layer on the feature map of ``backbone``."""
 
     def __init__(self, backbone: TimmBackbone, words: Sequence[str]) -> None:
         super().__init__()
         self.backbone, self.words = backbone, list(words)
-        self.head = NoisyOrHead(backbone.num_features, len(self.words))
+        self.head = nn.Sequential(OrderedDict(classifier=nn.Conv2d(backbone.num_features, len(self.words), 1)))
+        nn.init.normal_(self.head[0].weight, std=0.01)
+
+    @torch.no_grad()
+    def start_at(self, frequencies: Tensor, cells: int) -> None:
+        """Initialise the biases so that pictures of ``cells`` cells have the probabilities ``frequencies``, (K,)."""
+        miss = torch.log1p(-frequencies.double().clamp(1e-4, 1 - 1e-4)) / cells  # log(1 − p_cell)
+        self.head[0].bias.copy_((-torch.expm1(miss)).log() - miss)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the logits of every word in every cell, (Tensor[B, K, h, w]), of prepared images."""
+        """Compute the logits of every word in every cell, (Tensor[B, K, h, w]), of prepared pictures."""
         return self.head(self.backbone(images))
 
     @torch.inference_mode()
     def log_odds(self, images: Tensor) -> Tensor:
-        """Return log p/(1 − p) of prepared images, (Tensor[B, K]), which also ranks words whose p rounds to 1."""
+        """Return log p/(1 − p) of prepared pictures, (Tensor[B, K]), which also ranks words whose p rounds to 1."""
         log_p, log_not = noisy_or(self(images))
         return log_p - log_not
 
-    def predict(self, pictures: Iterable[Image.Image], number: int = 20) -> list[Attributes]:
-        """Return the most probable words of each picture, in evaluation mode."""
+    def predict(self, picture: Image.Image, number: int = 20) -> list[list[Any]]:
+        """Return the most probable words of a picture as pairs of word and probability, in evaluation mode."""
         self.eval()
-        device = self.head.classifier.weight.device
-        images = torch.stack([self.backbone.prepare(picture) for picture in pictures]).to(device)
-        return [top(own, self.words, number) for own in self.log_odds(images).cpu()]
+        image = self.backbone.prepare(picture)[None].to(self.head[0].weight.device)
+        return top(self.log_odds(image)[0].cpu(), self.words, number)
 
     def save(self, path: Path, **facts: Any) -> None:
         """Write ``.safetensors``, whose metadata hold ``facts`` and what :func:`load_detector` needs."""
-        backbone = self.backbone
-        facts |= dict(model=backbone.name, size=backbone.size, words=self.words)
-        facts |= dict(output_stride=backbone.output_stride, fc7=isinstance(backbone, VggFc7))
+        facts |= dict(model=self.backbone.name, size=self.backbone.size, words=self.words)
         files.write_weights(path, self, facts)
 
 
@@ -65,12 +98,12 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
         BadBackbone: the backbone cannot be built.
     """
     weights, metadata = read_weights(path)
-    missing = [key for key in ("model", "size", "words", "output_stride") if key not in metadata]
+    missing = [key for key in ("model", "size", "words") if key not in metadata]
     if missing:
         raise ValueError(f"{path} holds no attribute detector: its metadata lack {', '.join(missing)}")
-    size = tuple(json.loads(metadata["size"]))
-    fc7 = json.loads(metadata.get("fc7", "false"))
-    backbone = make_backbone(metadata["model"], size, json.loads(metadata["output_stride"]), fc7)
+    if json.loads(metadata.get("output_stride", "null")) or json.loads(metadata.get("fc7", "false")):
+        raise ValueError(f"{path} is of --output-stride or --fc7, which no longer exist: train the detector again")
+    backbone = TimmBackbone(metadata["model"], tuple(json.loads(metadata["size"])))
     detector = AttributeDetector(backbone, json.loads(metadata["words"]))
     try:
         detector.load_state_dict(weights)
@@ -79,39 +112,8 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     return detector.to(device).eval()
 
 
-def top(log_odds: Tensor, words: Sequence[str], number: int) -> Attributes:
+def top(log_odds: Tensor, words: Iterable[str], number: int) -> list[list[Any]]:
     """Return the most probable words of one picture, given ``log_odds`` (Tensor[K])."""
     values, order = log_odds.sort(descending=True, stable=True)
-    return [[words[k], round(p, 6)] for p, k in zip(values[:number].sigmoid().tolist(), order[:number].tolist())]
-
-
-def frequent_words(
-    captions: Iterable[Sequence[Sequence[str]]], number: int, least: int = 1, skip: Iterable[str] = ()
-) -> list[str]:
-    """Return at most ``number`` words that occur ``least`` times in each image's captions, without ``skip``.
-
-    They are sorted by falling frequency, then by the alphabet.
-    """
-    counts = Counter(word for own in captions for caption in own for word in caption)
-    for word in skip:
-        counts.pop(word, None)
-    kept = [word for word in counts if counts[word] >= least]
-    return sorted(kept, key=lambda word: (-counts[word], word))[:number]
-
-
-def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) -> Tensor:
-    """Return labels (N, K): 1 if one of an image's captions has the word, else 0."""
-    index = {word: k for k, word in enumerate(words)}
-    rows = [{index[word] for caption in own for word in caption if word in index} for own in captions]
-    targets = torch.zeros(len(rows), len(words), dtype=torch.uint8)
-    for i, row in enumerate(rows):
-        targets[i, list(row)] = 1
-    return targets
-
-
-def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return each word's average precision (K,), NaN for a word that describes no image; both arguments are (N, K)."""
-    from sklearn.metrics import average_precision_score
-
-    described = targets.any(0)
-    return np.array([average_precision_score(t, s) if d else np.nan for t, s, d in zip(targets.T, scores.T, described)])
+    names = list(words)
+    return [[names[k], round(p, 6)] for p, k in zip(values[:number].sigmoid().tolist(), order[:number].tolist())]

@@ -2,14 +2,13 @@ r"""Extract region features of a folder of pictures, for the captioner.
 
 ::
 
-    python -m tools.caption extract data/scenes/images data/scenes/regions.npz \
-        --splits data/scenes/splits.json --grid resnet10t --checkpoint work_dirs/attributes/best.safetensors
+    python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json \
+        --torchvision fasterrcnn_resnet50_fpn
 
-OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. Three ways:
+OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. Two ways:
 
-``--mmdet CONFIG [CHECKPOINT]``  any two-stage config of mmdet, including ours with attention
-``--torchvision NAME``           one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
-``--grid NAME``                  the last map of a timm backbone, pooled to a grid of cells
+``--torchvision NAME``   one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
+``--grid NAME``          the last map of a timm backbone, pooled to a grid of cells
 
 A detector keeps the regions above ``--score-threshold`` after non-maximum suppression within each class, but at least
 the 10 best and at most 100 (as Anderson et al., 2018). Their boxes are refined, and their features are the inputs of
@@ -17,15 +16,10 @@ the classifier (``--feature map``: the mean of the RoI-aligned map).
 
 Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures listed
 there are read; without both, all pictures of the folder are read, and the ids are the file names without suffix. With
-both, ``--captions`` provides file names that are missing in ``--splits``.
+both, ``--captions`` provides file names that are missing in ``--splits``. Pictures that are missing or broken, or that
+fail in the network, are listed with the reason and left out.
 
-The same command resumes an interrupted run and writes the same file. Pictures that are missing or broken, or that fail
-in the network, are listed with the reason and left out. With ``--shard i/n`` a process extracts a share of the
-pictures; ``python -m tools.caption merge OUT`` then writes the file that one process with as many threads writes. An
-interrupted run may be resumed with another n. Machines share a file system for OUT.
-
-OUT also holds the recipe by which ``tools.caption caption`` computes the regions of new pictures: the options, and the
-paths of the weights.
+OUT also holds the options, by which ``tools.caption caption`` computes the regions of new pictures.
 
 Exit code: 0, all pictures have regions; 1, some were left out; 2, nothing was written.
 """
@@ -33,24 +27,87 @@ Exit code: 0, all pictures have regions; 1, some were left out; 2, nothing was w
 from __future__ import annotations
 
 import argparse
+import hashlib
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from attn_plugins.captioning.region_features import RegionFeaturesWriter, check_npz
-from attn_plugins.captioning.region_parts import RegionParts
-from tools import files
-from tools.caption import shards
+from attn_plugins.captioning.caption_files import ImageId
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools.caption.lists import ListedImage, listed_images
-from tools.caption.recipe import digest, make_extractor, recipe_of
-from tools.caption.regions import Extractor, Regions, Selection
+from tools.caption.regions import Extractor, Regions, Selection, stored
 from tools.pictures import BadPicture, open_picture
+
+TOOL = "tools.caption extract"
+OPTIONS = (  # that change the features
+    "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
+    "score_threshold", "nms", "size", "seed", "dtype",
+)  # fmt: skip
+
+
+def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
+    """Return the requested extractor; only its own toolkit is imported."""
+    weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
+    size = options.size
+    if options.grid:
+        from tools.caption.grid_regions import GridRegions
+
+        size = size and (size[0], size[-1])
+        return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
+    from tools.caption.torchvision_regions import TorchvisionRegions
+
+    selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
+    size = size and (size[0], size[-1] if len(size) > 1 else 1333)
+    return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
+
+
+class RecordedExtractor:
+    """Extractor of one picture by the options in a features file, with features in the file's precision.
+
+    A detector's regions may differ in the last digits from the file's, which were computed in batches. ``checkpoint``
+    takes the place of the recorded one; its content is not checked.
+
+    Raises:
+        ValueError: the file has no options, its checkpoint is missing or has changed, or no extractor can be built.
+    """
+
+    def __init__(self, features: RegionFeatures, device: str = "cpu", checkpoint: Path | None = None) -> None:
+        self.features, recipe = features, features.recipe or {}
+        options = recipe.get("options", {}) if recipe.get("tool") == TOOL else {}
+        if not (options.keys() >= set(OPTIONS) and (options["grid"] or options["torchvision"])):
+            raise ValueError(
+                f"{features.path} lacks the options of tools.caption extract --grid or --torchvision, by which the "
+                "regions of a new picture are computed"
+            )
+        path = Path(options["checkpoint"]) if options["checkpoint"] else None
+        if checkpoint is not None and not checkpoint.is_file():
+            raise ValueError(f"--region-checkpoint: {checkpoint} does not exist")
+        if checkpoint is None and path is not None and recipe.get("sha256") != sha256_of(path):
+            what = "has changed" if path.is_file() else "does not exist"
+            raise ValueError(f"the regions in {features.path} are of {path}, which {what}: pass --region-checkpoint")
+        given = {**options, "checkpoint": str(checkpoint)} if checkpoint else options
+        self.dtype = np.dtype(options["dtype"])
+        self.extractor = make_extractor(argparse.Namespace(**given), device)
+
+    def __call__(self, picture: Image.Image) -> Regions:
+        """Compute the regions of a picture in RGB; raise a ValueError if they are not finite or of another width."""
+        [regions] = self.extractor([self.extractor.prepare(picture)])
+        width, expected = regions["features"].shape[1], self.features.feature_dim
+        if width != expected:
+            raise ValueError(f"the regions have {width} channels, but those of {self.features.path} {expected}")
+        return stored(regions, self.dtype)
+
+
+def sha256_of(path: Path) -> str | None:
+    """Return the hash of a file's content, or None if there is no file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 class Prepared(Dataset):
@@ -75,49 +132,30 @@ class Prepared(Dataset):
 
 
 class Extraction:
-    """Extraction of a shard's pictures, batch by batch.
+    """Iterator over ids and regions of pictures, which lists the pictures that it leaves out in ``skipped``."""
 
-    A padded batch changes its members slightly. Therefore batches do not depend on the shards, and a resumed run
-    computes some pictures again.
-    """
+    def __init__(self, images: Sequence[ListedImage], extractor: Extractor, options: argparse.Namespace) -> None:
+        self.images, self.extractor, self.options, self.skipped = images, extractor, options, list[str]()
 
-    def __init__(self, images: Sequence[ListedImage], extractor: Extractor, run: shards.Run) -> None:
-        self.images, self.extractor, self.run = images, extractor, run
-
-    def __call__(self, options: argparse.Namespace) -> None:
-        """Append the regions of the shard's remaining pictures."""
-        size, done = options.batch_size, self.run.done
-        batches = [range(i, min(i + size, len(self.images))) for i in range(0, len(self.images), size)]
-        own = self.run.shard.of(batches)
-        left = [batch for batch in own if any(str(self.images[i].id) not in done for i in batch)]
-        loader: Any = DataLoader(
-            Prepared(self.images, self.extractor),
-            batch_sampler=[list(batch) for batch in left],
-            num_workers=options.workers,
-            collate_fn=list,
-        )
-        total, rest = sum(map(len, own)), sum(map(len, left))
-        lines = dict(miniters=max(1, total // 20), mininterval=0, bar_format="{l_bar}{n}/{total}, {remaining} left\n")
-        look = {} if sys.stderr.isatty() else lines  # in a log
-        progress = tqdm(total=total, initial=total - rest, unit="image", **look)
-        with RegionFeaturesWriter(self.run.part, options.dtype) as writer, progress:
+    def __iter__(self) -> Iterator[tuple[ImageId, Regions]]:
+        loaded = Prepared(self.images, self.extractor)
+        loader: Any = DataLoader(loaded, self.options.batch_size, num_workers=self.options.workers, collate_fn=list)
+        with tqdm(total=len(self.images), unit="image", miniters=max(1, len(self.images) // 1000)) as progress:
             for batch in loader:
                 for image, _, reason in batch:
                     if reason is not None:
                         self.skip(image, reason)
                 for image, regions in self.extract([(image, x) for image, x, reason in batch if reason is None]):
-                    if str(image.id) in done:
-                        continue
                     try:
-                        writer.append(image.id, regions)
+                        yield image.id, stored(regions, np.dtype(self.options.dtype))
                     except ValueError as error:
                         self.skip(image, str(error))
                 progress.update(len(batch))
 
     def skip(self, image: ListedImage, reason: str) -> None:
         """Report a picture that is left out."""
-        self.run.skip(image.id, reason)
-        tqdm.write(f"skipped {image.path} (image {image.id}): {reason}", file=sys.stderr)
+        self.skipped.append(f"{image.path} (image {image.id}): {reason}")
+        tqdm.write(f"skipped {self.skipped[-1]}", file=sys.stderr)
 
     def extract(self, batch: list[tuple[ListedImage, Any]]) -> Iterator[tuple[ListedImage, Regions]]:
         """Yield the regions of a batch; if it fails, of its pictures one by one."""
@@ -126,7 +164,7 @@ class Extraction:
         try:
             regions = self.extractor([prepared for _, prepared in batch])
         except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(f"{error}; a smaller --batch-size needs less; --restart with it") from error
+            raise ValueError(f"{error}; a smaller --batch-size needs less") from error
         except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             if len(batch) > 1:
                 for one in batch:
@@ -146,57 +184,25 @@ class Extraction:
             return False
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """Raise an error if ``out`` must not be written."""
-    check_npz(out)
-    if out.exists() and not overwrite:
-        raise ValueError(f"OUT {out} already exists: --overwrite replaces it")
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
-    check_out(options.out, options.overwrite)
+    if options.out.exists() and not options.overwrite:
+        raise ValueError(f"OUT {options.out} already exists: --overwrite replaces it")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
     images = listed_images(options.images, options.captions, options.splits)
-    extractor = make_extractor(options, options.shard.device(options.device))
-    recipe = recipe_of(options, options.out)
-    settings = {**recipe["options"], "content of the list": digest([image.path.name for image in images])}
-    settings.update({f"content of the {name}": file["sha256"] for name, file in recipe["files"].items()})
-    plan = dict(settings=settings, images=[image.id for image in images], recipe=recipe)
-    with shards.Run(work_folder(options.out), options.shard, plan, options.restart) as work:
-        Extraction(images, extractor, work)(options)
-    h, w = getattr(extractor, "map_size", None) or (options.grid_size,) * 2
-    if min(h, w) < options.grid_size:
-        print(
-            f"note: the map of {options.grid} has {h} x {w} cells, so that of {options.grid_size} x "
-            f"{options.grid_size} regions some are the same: a larger --size, or --grid-size {min(h, w)}",
-            file=sys.stderr,
-        )
-    return shards.end(work, options.out, lambda: merge(options.out, options.overwrite))
-
-
-def work_folder(out: Path) -> Path:
-    """Return the work folder of the runs that write ``out``."""
-    return out.with_name(f".{out.name}.partial")
-
-
-def merge(out: Path, overwrite: bool) -> int:
-    """Write ``out`` from the shards in its work folder; return the exit code.
-
-    Raises:
-        ValueError: there is nothing to write, something is left to do, or ``out`` exists.
-    """
-    check_out(out, overwrite)
-
-    def save(parts: list[Path], plan: dict[str, Any]) -> None:
-        regions = RegionParts(parts, plan["images"])
-        if not regions.image_ids:
-            raise ValueError(f"none of the {len(plan['images'])} pictures gave regions")
-        files.write(out, lambda partial: regions.save(partial, plan["recipe"]), work_folder(out))
-        print(f"{out}: {len(regions.image_ids)} images, {regions.rows} regions of {regions.feature_dim} channels")
-
-    return shards.merge(work_folder(out), save)
+    extractor = make_extractor(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen, path = {name: getattr(options, name) for name in OPTIONS}, options.checkpoint and Path(options.checkpoint)
+    recipe = dict(tool=TOOL, options=chosen)
+    if path:
+        chosen["checkpoint"], recipe["sha256"] = str(path.resolve()), sha256_of(path)
+    extraction = Extraction(images, extractor, options)
+    write_region_features(options.out, extraction, options.dtype, recipe)
+    features = RegionFeatures(options.out)
+    print(f"{options.out}: {len(features)} images with regions of {features.feature_dim} channels")
+    if extraction.skipped:
+        print(f"{len(extraction.skipped)} of {len(images)} pictures were skipped", file=sys.stderr)
+    return 1 if extraction.skipped else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -207,11 +213,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
     option("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = parser.add_mutually_exclusive_group(required=True)
-    way.add_argument("--mmdet", nargs="+", metavar=("CONFIG", "CHECKPOINT"))
     way.add_argument("--torchvision", metavar="NAME")
     way.add_argument("--grid", metavar="NAME")
     weights = parser.add_mutually_exclusive_group()
-    text = "weights instead of the library's own; --grid also takes those of tools.train"
+    text = "weights instead of the library's own; --grid also takes the attribute detector's"
     weights.add_argument("--checkpoint", metavar="FILE", help=text)
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
     option("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
@@ -227,4 +232,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--dtype", choices=("float16", "float32"), default="float16", help="default %(default)s")
     option("--seed", type=int, default=0, help="seed of random weights, default %(default)s")
     option("--overwrite", action="store_true", help="replace OUT")
-    shards.add_arguments(parser)
+    option("--device", help="default: cuda where there is one, else cpu")

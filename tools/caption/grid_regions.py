@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,15 +18,10 @@ class GridRegions:
 
     Args:
         name: Model name in timm.
-        cells: Number of cells per side.
+        cells: Number of cells per side. If the map has fewer, some regions are equal.
         weights: ``"default"`` for timm's weights, ``"none"`` for random ones by ``seed``, or a file.
         size: (H, W) in pixels; None: the size stored in the file ``weights``, else the model's own.
-
-    Attributes:
-        map_size: (h, w) of the last batch's map. If it has fewer cells than the grid, some regions are equal.
     """
-
-    map_size: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -41,12 +35,10 @@ class GridRegions:
         if cells < 1:
             raise ValueError(f"--grid-size must be at least 1, got {cells}")
         torch.manual_seed(seed)
-        stride = None
-        if isinstance(weights, Path):  # the training size, if the file stores it
+        if size is None and isinstance(weights, Path):
             metadata = read_weights(weights)[1]
-            size = size or json.loads(metadata.get("size", metadata.get("input_size", "null")))
-            stride = json.loads(metadata.get("output_stride", "null"))
-        self.backbone = TimmBackbone(name, None if size is None else (size[0], size[1]), stride)
+            size = json.loads(metadata.get("size", metadata.get("input_size", "null")))
+        self.backbone = TimmBackbone(name, None if size is None else (size[0], size[1]))
         if isinstance(weights, Path):
             self.backbone.load(weights)
         elif weights == "default":
@@ -55,18 +47,12 @@ class GridRegions:
             except BadBackbone as error:
                 raise ValueError(f"{error}; give --checkpoint FILE, or --no-weights") from error
         self.backbone.to(device).eval()
-        self.cells, self.device = cells, device
-
-    def prepare(self, picture: Image.Image) -> Tensor:
-        """Return the normalised picture, (3, H, W)."""
-        return self.backbone.prepare(picture)
+        self.prepare, self.cells, self.device = self.backbone.prepare, cells, device
 
     @torch.inference_mode()
     def __call__(self, batch: list[Tensor]) -> list[Regions]:
         n = self.cells
-        maps = self.backbone(torch.stack(batch).to(self.device))
-        self.map_size = maps.shape[2], maps.shape[3]
-        maps = functional.adaptive_avg_pool2d(maps, n)
+        maps = functional.adaptive_avg_pool2d(self.backbone(torch.stack(batch).to(self.device)), n)
         corner = torch.arange(n * n)
         low = torch.stack([corner % n, corner // n], 1).float()
         boxes, scores = torch.cat([low, low + 1], 1), torch.ones(n * n)

@@ -83,3 +83,12 @@ def as_regions(features: Tensor, boxes: Tensor, scores: Tensor, height: float, w
     relative = boxes.double() / boxes.new_tensor([width, height, width, height]).double()
     tensors = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
     return {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
+
+
+def stored(regions: Regions, dtype: np.dtype) -> Regions:
+    """Return the regions with features of another type; raise a ValueError if one is then not finite."""
+    with np.errstate(over="ignore"):
+        features = regions["features"].astype(dtype)
+    if not np.isfinite(features).all():
+        raise ValueError(f"features are NaN, infinite or beyond {dtype}")
+    return {**regions, "features": features}

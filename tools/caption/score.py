@@ -2,8 +2,8 @@ r"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the st
 
 ::
 
-    python -m tools.caption score results.json data/scenes/captions.json \
-        --splits data/scenes/splits.json test --json scores.json
+    python -m tools.caption score results.json data/own/captions.json \
+        --splits data/own/splits.json test --json scores.json
 
 RESULTS is COCO's format of results, ``[{"image_id": 42, "caption": "a cat on grass"}, ...]``, one caption per image;
 CAPTIONS is COCO's format of captions. With ``--splits`` (Karpathy's file) only the images of that part are scored, and
@@ -13,22 +13,170 @@ other results are ignored; without it all images of CAPTIONS are scored. Every s
 The table shows hundredths, as papers do; the JSON file holds fractions (CIDEr-D: 0 to 10), what was left out and why,
 and the tokeniser. Sentences are tokenised by the package's PTBTokenizer if Java is available; otherwise in lower case,
 at white space, without punctuation at the ends of words, and the output says so: such scores differ slightly from
-published ones. A score whose Java part or model is missing is left out, with the reason.
+published ones. A score that is undefined, or whose Java part or model is missing, is left out, with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
+import importlib.util
 import json
+import math
+import shutil
+import string
 import sys
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from attn_plugins.captioning.caption_files import ImageId, read_items
+from attn_plugins.captioning.caption_files import ImageId, has_characters, read_items, words_of
+from attn_plugins.captioning.caption_rewards import DocumentFrequencies
 from tools import files
 from tools.caption.lists import read_captions, read_splits, some
-from tools.caption.metrics import PTB, evaluate
+
+PACKAGE = "pycocoevalcap"
+PTB, PLAIN = "PTBTokenizer", "plain"
+SPICE_MODEL = "spice/lib/stanford-corenlp-3.6.0-models.jar"
+SCORES = {  # names, and the package's class
+    ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"): "Bleu",
+    ("METEOR",): "Meteor",
+    ("ROUGE-L",): "Rouge",
+    ("CIDEr-D",): "Cider",
+    ("SPICE",): "Spice",
+}
+JAVA = ("Meteor", "Spice")
+Tokens = Mapping[ImageId, list[str]]  # sentences of each image, with words separated by single spaces
+
+
+@dataclass
+class Report:
+    """Result of :func:`evaluate`."""
+
+    images: int  # number of scored images
+    scores: dict[str, float] = field(default_factory=dict)  # by name, as fractions (CIDEr-D: 0 to 10)
+    left_out: dict[str, str] = field(default_factory=dict)  # reasons by the name of scores that could not be computed
+    tokenizer: str = PTB  # the standard one, or 'plain'
+    tokenizer_note: str = ""  # why the plain one was used
+
+
+def plain_words(sentence: str) -> str:
+    """Return the words in lower case without punctuation at their ends, which approximates the PTB tokeniser."""
+    return " ".join(filter(None, (word.strip(string.punctuation) for word in sentence.lower().split())))
+
+
+def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
+    from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
+
+    # One run of Java for all sentences, one per line. Java breaks lines at more characters than "\n".
+    given = {
+        (part, image): [dict(caption=" ".join(sentence.split())) for sentence in own]
+        for part, sentences in enumerate(sets)
+        for image, own in sentences.items()
+    }
+    tokens = PTBTokenizer().tokenize(given)
+    if not any(map(any, tokens.values())) or any(len(tokens[key]) != len(own) for key, own in given.items()):
+        raise RuntimeError("it returned another number of sentences than it received, or no words")
+    return [{image: tokens[part, image] for image in sentences} for part, sentences in enumerate(sets)]
+
+
+def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
+    """Tokenise each set; return the sets and the reason for using the plain tokeniser, if any."""
+    # Neither tokeniser splits Chinese and Japanese into characters.
+    sets = tuple(
+        {i: [" ".join(words_of(s)) if has_characters(s) else s for s in own] for i, own in sentences.items()}
+        for sentences in sets
+    )
+    note = "there is no java on the PATH"
+    if shutil.which("java") is not None:
+        try:
+            return _ptb(sets), ""
+        except (OSError, RuntimeError, ValueError) as error:
+            note = f"PTBTokenizer failed: {error}"
+    return [{image: [plain_words(s) for s in own] for image, own in sentences.items()} for sentences in sets], note
+
+
+def _meteor(meteor: Any, references: Tokens, results: Tokens) -> float:
+    # Its own protocol separates sentences by "|||".
+    free = ({i: [s.replace("|||", " ") for s in own] for i, own in part.items()} for part in (references, results))
+    try:
+        return meteor.compute_score(*free)[0]
+    except (OSError, ValueError) as error:  # Java has ended: remove what the scorer's clean-up would wait for
+        if meteor.lock.locked():
+            meteor.lock.release()
+        meteor.meteor_p.kill()
+        said = meteor.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
+        with contextlib.suppress(OSError):
+            meteor.meteor_p.stdin.close()
+        raise RuntimeError(said[-1] if said else str(error)) from error
+
+
+def _values(name: str, references: Tokens, results: Tokens) -> list[float]:
+    """Return the scores of one of the package's classes; raise a RuntimeError if its Java part gives none."""
+    scorer = getattr(importlib.import_module(f"{PACKAGE}.{name.lower()}.{name.lower()}"), name)
+    if name == "Bleu":
+        return scorer(4).compute_score(references, results, verbose=0)[0]
+    if name not in JAVA:
+        return [scorer().compute_score(references, results)[0]]
+    folder = Path(importlib.import_module(PACKAGE).__path__[0])
+    if shutil.which("java") is None:
+        raise RuntimeError("there is no java on the PATH")
+    if name == "Spice" and not (folder / SPICE_MODEL).is_file():  # the class would download it
+        download = f"python -m {PACKAGE}.spice.get_stanford_models downloads Stanford's models"
+        raise RuntimeError(f"{folder / SPICE_MODEL} is missing; {download}")
+    try:
+        score = (
+            _meteor(scorer(), references, results)
+            if name == "Meteor"
+            else scorer().compute_score(references, results)[0]
+        )
+    except Exception as error:
+        raise RuntimeError(f"its Java part failed: {error}") from error
+    if not math.isfinite(score):
+        raise RuntimeError("its Java part returned no number")
+    return [score]
+
+
+def _undefined(name: str, references: Tokens, results: Tokens) -> str:
+    """Return why a score, which the package returns as 0, is undefined, or an empty text."""
+    if name == "CIDEr-D":
+        return DocumentFrequencies.of(references).undefined
+    longest = max(len(caption.split()) for [caption] in results.values())
+    return f"no caption has {name[-1]} words" if name.startswith("BLEU") and longest < int(name[-1]) else ""
+
+
+def evaluate(results: Mapping[ImageId, str], references: Mapping[ImageId, Sequence[str]]) -> Report:
+    """Score one caption for each image against the image's references.
+
+    Raises:
+        ValueError: a sentence has no words.
+        ModuleNotFoundError: the evaluation package is not installed.
+    """
+    if importlib.util.find_spec(PACKAGE) is None:
+        install = "pip install '.[captioning]'"
+        raise ModuleNotFoundError(f"scores need {PACKAGE}, which is not installed: {install}")
+    given = {i: list(own) for i, own in references.items()}, {i: [results[i]] for i in references}
+    (truth, captions), note = tokenize(*given)
+    for what, before, sentences in (("reference", given[0], truth), ("caption", given[1], captions)):
+        for image, own in sentences.items():
+            if not all(own):
+                raise ValueError(f"image {image}: the {what} {before[image][own.index('')]!r} holds no word")
+    report = Report(len(truth), tokenizer=PLAIN if note else PTB, tokenizer_note=note)
+    for names, scorer in SCORES.items():
+        try:
+            values = _values(scorer, truth, captions)
+        except RuntimeError as error:
+            report.left_out[names[0]] = str(error)
+            continue
+        for name, value in zip(names, values):
+            if reason := _undefined(name, truth, captions):
+                report.left_out[name] = f"it is undefined: {reason}"
+            else:
+                report.scores[name] = float(value)
+    return report
 
 
 def read_references(path: Path) -> dict[ImageId, list[str]]:

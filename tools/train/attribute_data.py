@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,35 @@ def _found(option: str, given: Path | None, usual: Path) -> Path | None:
     if given is not None and not given.is_file():
         raise ValueError(f"--{option}: {given} does not exist")
     return given or (usual if usual.is_file() else None)
+
+
+def frequent_words(
+    captions: Iterable[Sequence[Sequence[str]]], number: int, least: int = 1, skip: Iterable[str] = ()
+) -> list[str]:
+    """Return at most ``number`` words that occur ``least`` times in each image's captions, without ``skip``.
+
+    They are sorted by falling frequency, then by the alphabet.
+    """
+    counts = Counter(word for own in captions for caption in own for word in caption)
+    for word in skip:
+        counts.pop(word, None)
+    kept = [word for word in counts if counts[word] >= least]
+    return sorted(kept, key=lambda word: (-counts[word], word))[:number]
+
+
+def labels(captions: Iterable[Sequence[Sequence[str]]], words: Sequence[str]) -> Tensor:
+    """Return labels (N, K): 1 if one of an image's captions has the word, else 0."""
+    index = {word: k for k, word in enumerate(words)}
+    rows = [{index[word] for caption in own for word in caption if word in index} for own in captions]
+    targets = torch.zeros(len(rows), len(words), dtype=torch.uint8)
+    for i, row in enumerate(rows):
+        targets[i, list(row)] = 1
+    return targets
+
+
+def average_precision(scores: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Return each word's average precision (K,), NaN for a word that describes no image; both arguments are (N, K)."""
+    from sklearn.metrics import average_precision_score
+
+    described = targets.any(0)
+    return np.array([average_precision_score(t, s) if d else np.nan for t, s, d in zip(targets.T, scores.T, described)])

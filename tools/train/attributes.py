@@ -2,8 +2,7 @@ r"""Train the attribute detector on captioned pictures, and write the attributes
 
 ::
 
-    python -m tools.train attributes data/scenes work_dirs/attributes \
-        --backbone resnet10t --no-pretrained --size 96 --epochs 30
+    python -m tools.train attributes data/own work_dirs/attributes
 
 The vocabulary is the ``--words`` most frequent words of the training captions that occur at least ``--min-word-count``
 times (as counted by the captioning task); stop words stay unless ``--skip-words`` lists them. An image has a word if
@@ -14,9 +13,7 @@ but not mirrored, because captions distinguish left from right.
 DATA is the folder of the captioning task: ``images/``, ``splits.json`` (Karpathy's format) and ``captions.json``
 (COCO's; without it the captions in ``splits.json``); each has an option for another path. The backbone starts from
 timm's weights (a download; resnet50 by default, see ``--backbone``), from those of ``--weights FILE``, or with
-``--no-pretrained`` from random weights, which suits a small one. ``--fc7`` is the network of Fang et al.: VGG-16 with
-fc6 and fc7 as convolutions, whose cells are the 4,096 features of fc7. Its pictures keep their aspect ratio, with
-``--size`` (565) pixels on the longer side, and its weights may be torchvision's.
+``--no-pretrained`` from random weights, which suits a small one.
 
 OUT gets ``best.safetensors`` (of the epoch with the best mAP over words on ``val``), ``last.pth`` (for ``--resume``)
 and ``log.json``. At the end DATA gets ``attributes.json``: the ``--top`` most probable words of every image of
@@ -40,15 +37,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from tools import command_parser, files
-from tools.caption.attributes import AttributeDetector, average_precision, frequent_words, labels, load_detector, top
-from tools.caption.backbones import BadBackbone, TimmBackbone, make_backbone
-from tools.caption.noisy_or import noisy_or, noisy_or_loss
+from tools.caption.attributes import AttributeDetector, load_detector, noisy_or, noisy_or_loss, top
+from tools.caption.backbones import BadBackbone, TimmBackbone
 from tools.pictures import BadPicture
-from tools.train.attribute_data import Data, Pictures, collate
+from tools.train.attribute_data import Data, Pictures, average_precision, collate, frequent_words, labels
 
 # Options that a resumed training must not change.
 FIXED = (
-    "backbone", "fc7", "size", "output_stride", "weights", "no_pretrained", "words", "min_word_count", "skip_words",
+    "backbone", "size", "weights", "no_pretrained", "words", "min_word_count", "skip_words",
     "epochs", "batch_size", "lr", "weight_decay", "shift", "seed",
 )  # fmt: skip
 TRAINING, VALIDATION = ("train", "restval"), ("val",)
@@ -77,7 +73,7 @@ class Training:
             )
         torch.manual_seed(options.seed)
         size = (options.size,) * 2 if options.size else None
-        backbone = make_backbone(options.backbone, size, options.output_stride, options.fc7)
+        backbone = TimmBackbone(options.backbone, size)
         state = self._state()
         if state is None:
             self._first_weights(backbone)
@@ -86,7 +82,7 @@ class Training:
         if state is None:
             with torch.no_grad():
                 cells = backbone.eval()(torch.zeros(1, 3, *backbone.size, device=device))[0, 0].numel()
-            self.detector.head.start_at(targets.float().mean(0), cells)
+            self.detector.start_at(targets.float().mean(0), cells)
         skip = options.skip_invalid_samples
         self.train = Pictures(train, targets, backbone, options.shift, skip)
         self.val = Pictures(val, labels(val_captions, words), backbone, 0.0, skip)
@@ -246,13 +242,11 @@ def build_parser() -> argparse.ArgumentParser:
     option("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json, if it is there")
     option("--images", type=Path, metavar="DIR", help="default: DATA/images, else DATA")
     option("--attributes", type=Path, metavar="FILE", help="output file, default: DATA/attributes.json")
-    option("--backbone", metavar="NAME", help="model of timm, default resnet50; with --fc7 vgg16")
-    option("--fc7", action="store_true", help="use a VGG up to fc7, with fc6 and fc7 as convolutions")
+    option("--backbone", metavar="NAME", help="model of timm, default resnet50")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--weights", type=Path, metavar="FILE", help="weights of the backbone, instead of timm's")
     weights.add_argument("--no-pretrained", action="store_true", help="train from random weights")
-    option("--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's, with --fc7 565")
-    option("--output-stride", type=int, metavar="PIXELS", help="pixels per cell, if the backbone can change it")
+    option("--size", type=int, metavar="PIXELS", help="side of the pictures, default: the backbone's")
     option("--words", type=int, default=1000, help="default %(default)s")
     option("--min-word-count", type=int, default=5, help="default %(default)s")
     option("--skip-words", nargs="*", default=[], metavar="WORD", help="words to exclude from the attributes")
@@ -281,7 +275,7 @@ def check(options: argparse.Namespace) -> None:
     if not 0 <= options.shift < 0.5:
         raise ValueError(f"--shift must be from 0 to 0.5, got {options.shift}")
     options.backbone_given = options.backbone is not None
-    options.backbone = options.backbone or ("vgg16" if options.fc7 else "resnet50")
+    options.backbone = options.backbone or "resnet50"
     options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)
 
 
