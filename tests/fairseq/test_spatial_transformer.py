@@ -345,3 +345,22 @@ def test_a_deformable_unit_starts_as_a_convolution():
         torch.testing.assert_close(unit(x), F.conv1d(x, unit.weight, unit.bias, padding=1), rtol=1e-4, atol=1e-5)
         assert unit.offset_scale == 0.1
     assert build(deformable=True, offset_lr_scale=0.5).decoder.layers[1].self_attn.deformable.offset_scale == 0.5
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["1111", "bilateral", "dynamic", "shaw"])
+def test_traced_for_another_batch(kind):
+    """fairseq's models have exported methods, for which ``torch.jit`` reads the annotations of every module's class."""
+
+    class Scores(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = build(kind).eval().requires_grad_(False)
+
+        def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+            return self.model(*tensors)[0]
+
+    model, words = Scores(), torch.randint(4, 8, (2, 3, 5), generator=torch.Generator().manual_seed(0))
+    lengths = torch.full((3,), 5)
+    traced = torch.jit.trace(model, (words[0, :2], lengths[:2], words[1, :2]), check_trace=False)
+    torch.testing.assert_close(traced(words[0], lengths, words[1]), model(words[0], lengths, words[1]))

@@ -5,7 +5,7 @@ Shapes: B batch, C channels, M heads, T tokens, S keys, d width per head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -18,13 +18,15 @@ from .sequence_heads import SequenceAttention, split_heads
 class BandedSelfAttention(SequenceAttention):
     """Base with the four projections, whose subclasses set ``scale`` and implement :meth:`_band`."""
 
-    scale: float  # factor of the content logits
-    kept: int | None = None  # number of keys that a cache keeps; None for all
+    if TYPE_CHECKING:  # torch.jit, which traces fairseq's models, would read annotations and understands no strings
+        scale: float  # factor of the content logits
+        kept: int | None  # number of keys that a cache keeps; None for all
 
     def __init__(
         self, embed_dim: int, num_heads: int, causal: bool, dropout: float, bias: bool, factory: dict[str, Any]
     ) -> None:
         super().__init__()
+        self.kept = None
         check_heads(embed_dim, num_heads, dropout)
         self.embed_dim, self.num_heads, self.causal, self.dropout = embed_dim, num_heads, causal, dropout
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
