@@ -6,7 +6,7 @@
 #pragma once
 
 #include "launch.cuh"
-#include "vector.cuh"
+#include "ptx.cuh"
 
 namespace attn_plugins {
 
@@ -19,25 +19,12 @@ inline bool has_tensor_cores() {
 }
 
 // sum += A B, called by all threads of a warp together. a0 and a1 are the pairs of A in rows g and g + 8; a2
-// and a3 are the same rows 8 columns on. The asm is volatile so that the compiler does not move it into a
-// branch that only part of the warp takes.
+// and a3 are the same rows 8 columns on.
 template <class T>
 __device__ __forceinline__ void multiply_add(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2,
                                              unsigned a3, unsigned b0, unsigned b1) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  if constexpr (std::is_same_v<T, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-  }
+  multiply_matrices<T>(sum, a0, a1, a2, a3, b0, b1);
 #else
   __trap();  // the caller did not check has_tensor_cores: fail rather than return a wrong sum
 #endif

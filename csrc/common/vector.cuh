@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "ptx.cuh"
+
 namespace attn_plugins {
 
 template <class T>
@@ -89,17 +91,7 @@ __device__ __forceinline__ Vector<T, N> load_constant(const T* from) {
 // Keeps the load of v before the code that follows, even if v is only used conditionally.
 template <class T, int N>
 __device__ __forceinline__ void loaded(Vector<T, N>& v) {
-#ifdef __CUDA_ARCH__
-  if constexpr (sizeof(v.word) == 16) {
-    asm volatile("" : "+r"(v.word.x), "+r"(v.word.y), "+r"(v.word.z), "+r"(v.word.w));
-  } else if constexpr (sizeof(v.word) == 8) {
-    asm volatile("" : "+r"(v.word.x), "+r"(v.word.y));
-  } else if constexpr (sizeof(v.word) == 4) {
-    asm volatile("" : "+r"(v.word));
-  } else {
-    asm volatile("" : "+h"(v.word));
-  }
-#endif
+  keep(v.word);
 }
 
 template <class T, int N>
@@ -123,25 +115,14 @@ __device__ __forceinline__ void widen(const Vector<T, N>& v, accumulate_t<T> (&x
 // Packs two neighbouring elements into a register.
 template <class T>
 __device__ __forceinline__ unsigned pack(float first, float second) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return round_pair<T>(first, second);
+#else
   Vector<T, 2> v;
   v.element[0] = narrow_to<T>(first), v.element[1] = narrow_to<T>(second);
   return v.word;
-}
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-template <>
-__device__ __forceinline__ unsigned pack<__half>(float first, float second) {
-  unsigned pair;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
-template <>
-__device__ __forceinline__ unsigned pack<__nv_bfloat16>(float first, float second) {
-  unsigned pair;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
-  return pair;
-}
 #endif
+}
 
 template <class T, int N>
 __device__ __forceinline__ Vector<T, N> narrow(const accumulate_t<T> (&x)[N]) {
@@ -174,21 +155,17 @@ __device__ __forceinline__ void widen(const Vector<__nv_bfloat16, N>& v, float (
   }
 }
 
-// to[i] += x[i], each atomically. Devices of sm_90 and later send two or four floats as one request. There is
-// no memory clobber: no kernel here reads what it adds to, so loads may be reordered around it.
+// to[i] += x[i], each atomically. Devices of sm_90 and later send two or four floats as one request.
 template <int N>
 __device__ __forceinline__ void add_atomically(float* to, const float (&x)[N]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   if constexpr (N == 2) {
-    asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x[0]), "f"(x[1]));
+    add_two(to, x[0], x[1]);
     return;
   }
   constexpr int kFours = N / 4 * 4;
 #pragma unroll
-  for (int i = 0; i < kFours; i += 4) {
-    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to + i), "f"(x[i]),
-                 "f"(x[i + 1]), "f"(x[i + 2]), "f"(x[i + 3]));
-  }
+  for (int i = 0; i < kFours; i += 4) add_four(to + i, x[i], x[i + 1], x[i + 2], x[i + 3]);
 #else
   constexpr int kFours = 0;
 #endif

@@ -146,30 +146,16 @@ __device__ __forceinline__ T* along(T* row, int place, int distance) {
   return row + place * distance;
 }
 
-// Place i, places being this many bytes apart. (By one instruction, which the compiler does not always see.)
+// Place i, places being this many bytes apart.
 template <class T>
 __device__ __forceinline__ T* go(T* first, int i, int bytes) {
-  uintptr_t to = reinterpret_cast<uintptr_t>(first);
-  asm("mad.wide.s32 %0, %1, %2, %0;" : "+l"(to) : "r"(i), "r"(bytes));
-  return reinterpret_cast<T*>(to);
+  return reinterpret_cast<T*>(add_wide_product(reinterpret_cast<uintptr_t>(first), i, bytes));
 }
 
 // The place so many bytes on.
 template <class T>
 __device__ __forceinline__ T* next(T* place, int bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(place) + int64_t(bytes));
-}
-
-// Keeps x in a register from here on: the compiler would compute it anew in each turn of a loop.
-template <class T>
-__device__ __forceinline__ void keep(T& x) {
-  asm volatile("" : "+r"(x));
-}
-// A pointer in a pair of registers: its halves may otherwise end up apart, so that each address takes more
-// instructions.
-template <class T>
-__device__ __forceinline__ void keep(T*& x) {
-  asm volatile("" : "+l"(x));
 }
 
 // The largest tap by which some query attends to key `at` of an axis, and that query; tap - n * shift belongs

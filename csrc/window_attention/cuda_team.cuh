@@ -150,12 +150,6 @@ __device__ __forceinline__ void add_scaled(float (&to)[N], float factor, const f
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLowestTop = -2e38f;  // its power of two has a finite exponent
 
-__device__ __forceinline__ float power_of_two(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 __device__ __forceinline__ float exponential(float x) {
   return power_of_two(x * kLog2E);
 }

@@ -217,6 +217,26 @@ def test_a_map_that_no_sample_reaches_is_not_read(emulated, value, dtype):
             assert not any(grad.any() for grad in grads)
 
 
+@pytest.mark.parametrize(
+    "fault, message",
+    [(1, "race: .* no __syncthreads orders"), (2, "reads 4 bytes at byte 1024 of a tensor that has 1024"),
+     (3, "writes 4 bytes of shared memory at byte 1024 of tile")],
+)  # fmt: skip
+def test_the_emulator_reports_races_and_bounds(emulated, fault, message):
+    x = torch.arange(256.0)
+    out = torch.empty_like(x)
+    emulated.faulty(out, x, 0, 1)
+    assert torch.equal(out, x.flip(0))
+    with pytest.raises(RuntimeError, match=message):
+        emulated.faulty(out, x, fault, 1)
+
+
+def test_a_grid_that_is_too_large_is_an_error(emulated):
+    x = torch.arange(256.0)
+    with pytest.raises(RuntimeError, match="a grid of 2147483648 blocks is too large"):
+        emulated.faulty(torch.empty_like(x), x, 0, 2**31)
+
+
 def test_division_by_multiplication(emulated):
     random = torch.Generator().manual_seed(0)
     last = 2**31 - 1

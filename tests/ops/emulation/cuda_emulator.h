@@ -1,7 +1,7 @@
 // Runs CUDA kernels on the CPU, to test their source on machines without a GPU.
 //
-// Include it before csrc/*/*.cuh as rewritten by translate.py, which turns launches, inline assembly and
-// shared variables into calls and changes nothing else. common/launch.cuh is compiled unchanged.
+// Include it before csrc/*/*.cuh as rewritten by translate.py, which turns launches and shared variables into
+// calls, puts ptx.cuh in the place of csrc/common/ptx.cuh and changes nothing else.
 //
 // Emulated:
 // * Grids, blocks, warps: every thread is a fiber. Blocks run one after another in random order. Threads run
@@ -14,8 +14,8 @@
 // * Races in shared and global memory. Errors: two threads access the same two bytes in one launch without a
 //   barrier in between, at least one of them writing (unless both are atomic); __ldg of data that the launch
 //   writes.
-// * __CUDA_ARCH__ and inline PTX: loads, stores, reductions, conversions, arithmetic, mma, ldmatrix, cp.async
-//   (whose data arrive only when the thread waits). The compiler option EMULATED_ARCH is 800 or 900.
+// * __CUDA_ARCH__ and, in ptx.cuh, the instructions of csrc/common/ptx.cuh. The compiler option EMULATED_ARCH
+//   is 800 or 900.
 // * Properties of the device, grid limits, the shared memory that a block may request.
 //
 // Not emulated: registers and spilling, launch bounds, time; the weak memory order of GPUs, fences, blocks

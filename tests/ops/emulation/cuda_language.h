@@ -11,38 +11,19 @@
 #define __device__
 #define __host__
 #define __global__
-#define __constant__ const
 #define __forceinline__ inline
-#define __noinline__
 #define __launch_bounds__(...)
-#define __align__(n) alignas(n)
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), noinline))
 
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-struct alignas(16) int4 {
-  int x, y, z, w;
-};
-struct alignas(16) float4 {
-  float x, y, z, w;
-};
-struct alignas(16) double2 {
-  double x, y;
-};
 struct alignas(8) uint2 {
   unsigned x, y;
-};
-struct alignas(8) int2 {
-  int x, y;
-};
-struct alignas(8) float2 {
-  float x, y;
 };
 struct dim3 : emulator::Index {
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : emulator::Index{x, y, z} {}
 };
-constexpr int warpSize = 32;
 
 using std::ceil;
 using std::floor;
@@ -69,9 +50,6 @@ T atomicAdd(T* to, T value) {
 }
 inline void __trap() {
   emulator::fail("trap");
-}
-inline size_t __cvta_generic_to_shared(const void* at) {
-  return emulator::shared_address(at);
 }
 
 // Barriers
@@ -155,9 +133,4 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   unsigned result = 0;
   for (unsigned i = 0; i < 4; ++i) result |= unsigned(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
-}
-inline unsigned __float_as_uint(float x) {
-  unsigned bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
 }

@@ -1,11 +1,9 @@
-// Declarations shared by the emulator's files: threads.cpp (fibers, barriers, launches), memory.cpp (bounds,
-// races) and ptx.cpp (inline assembly). Kernels include cuda_emulator.h, which documents the emulation.
+// Declarations shared by the emulator's files: threads.cpp (fibers, barriers, launches) and memory.cpp
+// (bounds, races). Kernels include cuda_emulator.h, which documents the emulation.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
-#include <type_traits>
 
 namespace emulator {
 
@@ -80,23 +78,6 @@ void poison(void* data, size_t bytes);
 void begin_block(size_t dynamic_shared_bytes);
 void* shared(const void* variable, size_t bytes, size_t alignment, const char* name);
 void* dynamic_shared();
-unsigned shared_address(const void* at);
-void* shared_pointer(unsigned address);
-
-// ptx.cpp
-
-struct Operand {
-  const char* constraint;
-  void* out;  // for outputs
-  size_t bytes;
-  uint64_t value;  // for inputs and for outputs that are also read
-};
-void ptx(const char* text, const Operand* operands, int count);
-inline void ptx(const char* text, std::initializer_list<Operand> operands) {
-  ptx(text, operands.begin(), int(operands.size()));
-}
-void end_thread();     // completes copies that the thread has started and not waited for
-void forget_copies();  // drops the copies of a failed kernel
 
 template <class T>
 uint64_t bits_of(const T& value) {
@@ -105,13 +86,4 @@ uint64_t bits_of(const T& value) {
   __builtin_memcpy(&bits, &value, sizeof value);
   return bits;
 }
-template <class T>
-Operand output(const char* constraint, T& value) {
-  return {constraint, &value, sizeof value, constraint[0] == '+' ? bits_of(value) : 0};
-}
-template <class T>
-Operand input(const char* constraint, T value) {
-  return {constraint, nullptr, sizeof value, bits_of(value)};
-}
-
 }  // namespace emulator

@@ -56,7 +56,7 @@ def _emulator() -> list[Path]:
     """Compile the emulator's own files once per process, without checks."""
     folder = Path(_FOLDER.name)
     objects = []
-    for name in ("threads", "memory", "ptx"):
+    for name in ("threads", "memory"):
         objects.append(folder / f"{name}.o")
         subprocess.run([*COMPILER, *COMMON, "-O2", str(EMULATION / f"{name}.cpp"), "-o", str(objects[-1])], check=True)
     return objects

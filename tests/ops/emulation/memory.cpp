@@ -271,17 +271,6 @@ void* dynamic_shared() {
   return arena + 128;
 }
 
-unsigned shared_address(const void* at) {
-  const char* byte = static_cast<const char*>(at);
-  if (byte < arena || byte >= arena + kArena) fail("%p is not in shared memory", at);
-  return unsigned(byte - arena);
-}
-
-void* shared_pointer(unsigned address) {
-  if (address >= kArena) fail("%u is no address of shared memory", address);
-  return arena + address;
-}
-
 }  // namespace emulator
 
 // The functions that -fsanitize=thread and the sanitizers of undefined behaviour call.

@@ -18,9 +18,24 @@ void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
   }
 }
 
+// Reverses 256 numbers, with a fault that the emulator must report: without the barrier (1), reading beyond x
+// (2) or writing beyond the tile (3).
+__global__ void faulty_kernel(const float* x, float* out, int fault) {
+  __shared__ float tile[attn_plugins::kThreads];
+  const int i = int(threadIdx.x);
+  *(tile + i + (fault == 3)) = x[i + (fault == 2)];
+  if (fault != 1) __syncthreads();
+  out[i] = tile[attn_plugins::kThreads - 1 - i];
+}
+void faulty(attn_plugins::Tensor out, attn_plugins::Tensor x, int64_t fault, int64_t blocks) {
+  attn_plugins::launch(faulty_kernel, blocks, static_cast<const float*>(x.data_ptr()),
+                       static_cast<float*>(out.data_ptr()), int(fault));
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
+  m.def("faulty(Tensor(a!) out, Tensor x, int fault, int blocks) -> ()");
   m.def("divide_(Tensor(a!) numbers, int divisor) -> ()");
   m.def("transposed(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");
   m.def(
@@ -42,6 +57,7 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   using namespace attn_plugins;
   m.impl("divide_", TORCH_BOX(&divide_));
+  m.impl("faulty", EMULATED(faulty));
   m.impl("transposed", EMULATED(transposed_matrices));
   m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));

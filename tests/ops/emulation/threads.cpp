@@ -89,7 +89,6 @@ void entry() {
     now.in_kernel = true;
     body(parameters);
     now.in_kernel = false;
-    end_thread();
     const unsigned me = now.thread, warp = me / kLanes, lane = me % kLanes;
     for (const Meeting& meeting : meetings[warp]) {
       if (meeting.mask >> lane & 1) {
@@ -145,8 +144,8 @@ std::string source_line() {
   FILE* lines = popen((command + " 2>/dev/null").c_str(), "r");
   for (char line[1000]; lines != nullptr && std::fgets(line, sizeof line, lines) != nullptr;) {
     const std::string text(line, std::strcspn(line, " (\n"));  // without "(discriminator 3)"
-    const bool ours =
-        text.empty() || text.find("/emulation/cuda_") != std::string::npos || text.back() == '?';
+    const bool ours = text.empty() || text.find("/emulation/cuda_") != std::string::npos ||
+                      text.find("/emulation/ptx.cuh") != std::string::npos || text.back() == '?';
     if (place.empty() && !ours) place = " (" + text + ")";
   }
   if (lines != nullptr) pclose(lines);
@@ -229,7 +228,6 @@ void run(const Configuration& c, void (*thread_body)(void*), void* thread_parame
   std::iota(order.begin(), order.end(), 0u);
   for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_below(unsigned(i))]);
   message.clear();
-  forget_copies();
   for (size_t i = 0; i < order.size() && message.empty(); ++i) {
     begin_block(c.shared_bytes);
     run_block(order[i]);
