@@ -9,4 +9,4 @@ def pytest_addoption(parser):
     group.addoption("--seed", type=int, default=0, help="seed of the random calls (default 0)")
     group.addoption("--only", type=int, metavar="NUMBER", help="describe and run one random call")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of the random calls (default cpu)")
-    group.addoption("--seconds", type=float, metavar="S", help="start no random call of a test after so many seconds")
+    group.addoption("--seconds", type=float, metavar="S", help="start no random call, but one a case, after S seconds")

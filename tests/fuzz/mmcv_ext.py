@@ -26,13 +26,13 @@ class ExtensionCall:
 
     def __init__(self, source: Draw) -> None:
         self.source = source
-        self.name, self.arguments, *rest = source.choice(CALLS)(source)
-        self.targets: dict[str, Tensor] = rest[0] if rest else {}
-        self.expected: Callable[[Arguments], list[Tensor]] = rest[1] if rest[1:] else self.run
+        self.name, self.arguments, self.targets, *definition = source.choice(CALLS)(source)
+        self.define: Callable[[Arguments], list[Tensor]] = definition[0] if definition else self.run
 
-    def run(self, arguments: Arguments) -> list[Tensor]:
-        """Call the function on fresh targets and return all results."""
-        targets = {name: target.clone() for name, target in self.targets.items()}
+    def run(self, arguments: Arguments, dtype: torch.dtype | None = torch.float64) -> list[Tensor]:
+        """Call the function on targets of zeros and return all results."""
+        like = next(iter(self.arguments.values()))
+        targets = {name: like.new_zeros(shape, dtype=dtype) for name, shape in self.targets.items()}
         answer = getattr(mmcv_ext, self.name)(**arguments, **targets)
         returned = answer if isinstance(answer, (list, tuple)) else [answer]
         results = [item if isinstance(item, Tensor) else torch.tensor(item) for item in returned if item is not None]
@@ -46,11 +46,8 @@ class ExtensionCall:
         floats = {n: v for n, v in self.arguments.items() if isinstance(v, Tensor) and v.is_floating_point()}
         limit = max(TOLERANCE[t.dtype] for t in floats.values())
         with self.source.watched(faults):
-            results = self.run(self.arguments)
-        targets = self.targets
-        self.targets = {n: t.double() for n, t in targets.items()}
-        expected = self.expected({**self.arguments, **{n: v.double().contiguous() for n, v in floats.items()}})
-        self.targets = targets
+            results = self.run(self.arguments, None)
+        expected = self.define({**self.arguments, **{n: v.double().contiguous() for n, v in floats.items()}})
         for number, (result, wanted) in enumerate(zip(results, expected, strict=True)):
             if result.shape != wanted.shape:
                 faults.append(f"result {number} has shape {tuple(result.shape)}, not {tuple(wanted.shape)}")
@@ -77,7 +74,7 @@ class ExtensionCall:
         )()
         try:
             if value.numel():
-                self.run({**self.arguments, name: wrong})
+                self.run({**self.arguments, name: wrong}, None)
         except (ValueError, TypeError):
             pass
         except Exception as error:
@@ -120,17 +117,15 @@ def nms(source: Draw) -> tuple:
 
 def softnms(source: Draw) -> tuple:
     count = source.rarely_none(source.extent(60), 0.1)
-    options = dict(sigma=source.choice((0.2, 0.5)), min_score=source.choice((0.0, 0.05)), method=source.integer(0, 2))
     given = dict(boxes=_boxes(source, count), scores=source.finish(_scores(source, count), SINGLE), iou_threshold=0.4)
+    given |= dict(sigma=source.choice((0.2, 0.5)), min_score=source.choice((0.0, 0.05)), method=source.integer(0, 2))
 
-    def by_reference(arguments: Arguments) -> list[Tensor]:
-        dets, arguments = (
-            torch.zeros(count, 5),
-            {n: v.float() if isinstance(v, Tensor) else v for n, v in arguments.items()},
-        )
-        return [mmcv_ext.boxes.soft_nms_reference(**arguments, dets=dets), dets]
+    def define(arguments: Arguments) -> list[Tensor]:
+        boxes, scores = (arguments.pop(name).float() for name in ("boxes", "scores"))
+        dets = torch.zeros(count, 5)
+        return [mmcv_ext.boxes.soft_nms_reference(boxes, scores, dets, **arguments), dets]
 
-    return "softnms", dict(**given, **options, offset=0), dict(dets=torch.zeros(count, 5)), by_reference
+    return "softnms", dict(**given, offset=0), dict(dets=(count, 5)), define
 
 
 def bbox_overlaps(source: Draw) -> tuple:
@@ -138,11 +133,16 @@ def bbox_overlaps(source: Draw) -> tuple:
     others = count if aligned else source.extent(20)
     boxes = dict(bboxes1=_boxes(source, count, dtype), bboxes2=_boxes(source, others, dtype))
     options = dict(mode=source.integer(0, 1), aligned=aligned, offset=source.integer(0, 1))
-    return "bbox_overlaps", boxes | options, dict(ious=torch.zeros(count if aligned else (count, others), dtype=dtype))
+    return "bbox_overlaps", boxes | options, dict(ious=(count,) if aligned else (count, others))
 
 
-def _regions(source: Draw, dtypes: tuple[torch.dtype, ...], strides: tuple[int, ...]) -> tuple[Arguments, int]:
-    """Draw maps, and regions that may cross the border; in half precision they lie within, where no sample moves."""
+def _regions(
+    source: Draw, dtypes: tuple[torch.dtype, ...], strides: tuple[int, ...]
+) -> tuple[Arguments, tuple[int, int]]:
+    """Draw maps, and regions that may cross the border; in half precision they lie within, where no sample moves.
+
+    Return the arguments, and the numbers of regions and channels.
+    """
     dtype, stride = source.choice(dtypes), source.choice(strides)
     maps = source.finish(source.normal(source.integer(1, 3), source.extent(9), *source.extents(2, 200)), dtype)
     count = source.rarely_none(source.extent(12), 0.1)
@@ -157,24 +157,18 @@ def _regions(source: Draw, dtypes: tuple[torch.dtype, ...], strides: tuple[int, 
 
 def roi_align(source: Draw) -> tuple:
     given, shape = _regions(source, (DOUBLE, SINGLE, SINGLE, torch.bfloat16), (1, 4))
-    shape, mode, dtype = (
-        (*shape, source.integer(1, 4), source.integer(1, 4)),
-        source.integer(0, 1),
-        given["input"].dtype,
-    )
-    argmax = {n: torch.zeros(shape if mode == 0 else 0, dtype=dtype) for n in ("argmax_y", "argmax_x")}
-    options = dict(aligned_height=shape[2], aligned_width=shape[3], pool_mode=mode)
-    options |= dict(sampling_ratio=source.integer(1, 3), aligned=source.chance(0.5))
-    return "roi_align_forward", given | options, dict(output=torch.zeros(shape, dtype=dtype), **argmax)
+    h, w, mode = source.integer(1, 4), source.integer(1, 4), source.integer(0, 1)
+    given |= dict(aligned_height=h, aligned_width=w, pool_mode=mode, sampling_ratio=source.integer(1, 3))
+    argmax = dict.fromkeys(("argmax_y", "argmax_x"), 0 if mode else (*shape, h, w))
+    return "roi_align_forward", dict(**given, aligned=source.chance(0.5)), dict(output=(*shape, h, w), **argmax)
 
 
 def deform_roi_pool(source: Draw) -> tuple:
     given, shape = _regions(source, (DOUBLE, SINGLE), (1,))
-    size, dtype = (source.integer(1, 4), source.integer(1, 4)), given["input"].dtype
-    offset = source.finish(source.normal(shape[0], 2, *size) if source.chance(0.7) else torch.zeros(0), dtype)
-    options = dict(pooled_height=size[0], pooled_width=size[1], gamma=0.1, sampling_ratio=source.integer(1, 3))
-    output = torch.zeros(*shape, *size, dtype=dtype)
-    return "deform_roi_pool_forward", dict(**given, offset=offset, **options), dict(output=output)
+    h, w = source.integer(1, 4), source.integer(1, 4)
+    offset = source.normal(shape[0], 2, h, w) if source.chance(0.7) else torch.zeros(0)
+    given |= dict(offset=source.finish(offset, given["input"].dtype), sampling_ratio=source.integer(1, 3), gamma=0.1)
+    return "deform_roi_pool_forward", dict(**given, pooled_height=h, pooled_width=w), dict(output=(*shape, h, w))
 
 
 def carafe(source: Draw) -> tuple:
@@ -184,7 +178,7 @@ def carafe(source: Draw) -> tuple:
     features = source.finish(source.normal(B, C, H, W), dtype)
     masks = source.finish(source.normal(B, groups * kernel**2, H * scale, W * scale), dtype)
     given = dict(features=features, masks=masks, kernel_size=kernel, group_size=groups, scale_factor=scale)
-    return "carafe_naive_forward", given, dict(output=torch.zeros(B, C, H * scale, W * scale, dtype=dtype))
+    return "carafe_naive_forward", given, dict(output=(B, C, H * scale, W * scale))
 
 
 def psa_mask(source: Draw) -> tuple:
@@ -192,7 +186,7 @@ def psa_mask(source: Draw) -> tuple:
     B, (H, W) = source.integer(1, 2), source.extents(2, 40)
     sizes = dict(h_feature=H, w_feature=W, h_mask=h, w_mask=w, half_h_mask=(h - 1) // 2, half_w_mask=(w - 1) // 2)
     given = dict(input=source.finish(source.normal(B, h * w, H, W), dtype), psa_type=source.integer(0, 1), num_=B)
-    return "psamask_forward", given | sizes, dict(output=torch.zeros(B, H * W, H, W, dtype=dtype))
+    return "psamask_forward", given | sizes, dict(output=(B, H * W, H, W))
 
 
 def focal_loss(source: Draw) -> tuple:
@@ -202,7 +196,7 @@ def focal_loss(source: Draw) -> tuple:
     given = dict(input=source.finish(2 * source.normal(N, C), dtype), target=target, weight=weight)
     name, result = source.choice((("forward", "output"), ("backward", "grad_input")))
     options = dict(gamma=source.choice((0.5, 2.0)), alpha=0.25)
-    return f"sigmoid_focal_loss_{name}", given | options, {result: torch.zeros(N, C, dtype=dtype)}
+    return f"sigmoid_focal_loss_{name}", given | options, {result: (N, C)}
 
 
 def modulated_deform_conv(source: Draw) -> tuple:
@@ -216,12 +210,7 @@ def modulated_deform_conv(source: Draw) -> tuple:
     given = {name: source.finish(source.normal(*shape), dtype) for name, shape in shapes.items()}
     options = dict(kernel_h=kernel, kernel_w=kernel, stride_h=stride, stride_w=stride, pad_h=pad, pad_w=pad)
     options |= dict(dilation_h=dilation, dilation_w=dilation, group=groups, deformable_group=D, with_bias=True)
-    targets = {n: torch.zeros(0, dtype=dtype) for n in ("ones", "columns")}
-    return (
-        "modulated_deform_conv_forward",
-        given | options,
-        dict(output=torch.zeros(B, 2 * groups, Ho, Wo, dtype=dtype), **targets),
-    )
+    return "modulated_deform_conv_forward", given | options, dict(output=(B, 2 * groups, Ho, Wo), ones=0, columns=0)
 
 
 CALLS = (nms, softnms, bbox_overlaps, roi_align, deform_roi_pool, carafe, psa_mask, focal_loss, modulated_deform_conv)
