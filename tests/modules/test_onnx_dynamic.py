@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from attn_plugins import ops
 from tests.helpers import module_inputs
 from tests.helpers.public_modules import VARIANTS
 
@@ -72,3 +73,13 @@ def test_exported_for_another_batch(name, flat):
     dynamic = tuple(dict.fromkeys(batch, torch.export.Dim.AUTO) for batch in flat.batch)
     program = torch.export.export(flat, flat.example, dynamic_shapes=(dynamic,))
     flat.assert_close(program.module()(*flat.others))
+
+
+def test_traced_by_the_definitions_there_is_no_operator_of_ours():
+    """Such a file loads where this package is not installed, in C++ as well."""
+    layer, x = VARIANTS["GeneralizedAttention2d"]().eval().requires_grad_(False), torch.randn(2, 16, 5, 7)
+    assert "attn_plugins::" in str(torch.jit.trace(layer, x).inlined_graph)
+    with ops.backend("reference"):
+        traced = torch.jit.trace(layer, x)
+    assert "attn_plugins::" not in str(traced.inlined_graph)
+    torch.testing.assert_close(traced(x), layer(x))
