@@ -179,9 +179,9 @@ def write_region_features(
         named = any(isinstance(x, str) for x in ids.values())
         arrays = dict(image_ids=np.array([x.encode() for x in ids]) if named else np.array([*ids.values()], np.int64))
         arrays.update(offsets=np.cumsum(counts), boxes=np.concatenate(boxes), scores=np.concatenate(scores))
-        stored = features, (sum(counts), D), np.dtype(dtype)
         text = None if recipe is None else json.dumps(recipe)
-        files.write(path, lambda partial: save_npz(partial, arrays, *stored, text))
+        shape = sum(counts), D
+        files.write(path, lambda partial: save_npz(partial, arrays, features, shape, np.dtype(dtype), text))
 
 
 def _checked(image_id: ImageId, regions: Mapping[str, Any], dtype: np.dtype, D: int | None) -> dict[str, np.ndarray]:

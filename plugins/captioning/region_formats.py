@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -276,8 +276,8 @@ def _mapped(path: Path, file: Any, info: zipfile.ZipInfo) -> np.ndarray:
 def save_npz(
     path: Path,
     arrays: Mapping[str, np.ndarray],
-    features: BinaryIO,
-    shape: tuple[int, ...],
+    features: IO[bytes],
+    shape: tuple[int, int | None],
     dtype: np.dtype,
     recipe: str | None = None,
 ) -> None:

