@@ -43,7 +43,7 @@ test: env  ## the test suite
 test-all: env  ## the test suite with the slow tests, and with all cases of products of parameters
 	$(RUN_TESTS) --all-cases $(PYTEST)
 
-fuzz: env  ## random calls of every operator and of modules against the reference (CALLS=10000 SEED=0; 15 minutes on 2 cores)
+fuzz: env  ## random calls of every operator and of modules against the reference (CALLS=10000 SEED=0; about 10 minutes on 2 cores)
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) $(PYTEST) tests/fuzz/test_calls.py --calls $(CALLS) --seed $(SEED)
 
 sanitize: env  ## random calls and the operator tests on binaries with gcc's sanitizers (CALLS=1000; 15 minutes on 2 cores)
