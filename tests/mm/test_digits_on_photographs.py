@@ -76,23 +76,20 @@ def test_train_and_val_share_no_digit_and_no_pixel(monkeypatch, tmp_path):
     assert train_regions[0].shape[1] + val_regions[0].shape[1] < 400
 
 
-def test_sides_and_turns(monkeypatch, tmp_path):
-    drawn = []
+def test_sides(monkeypatch, tmp_path):
+    sides = []
     real = tool.draw_digit
 
-    def draw_digit(rng, sample, side, turn, shear):
-        drawn.append((side, turn))
-        return real(rng, sample, side, turn, shear)
+    def draw_digit(rng, sample, side):
+        sides.append(side)
+        return real(rng, sample, side)
 
     monkeypatch.setattr(tool, "draw_digit", draw_digit)
-    recipe = tool.Recipe(train=24, val=8, seed=3, sides=(14, 100), turn=60.0)
-    assert tool.build(tmp_path / "varied", recipe)
-    assert not tool.build(tmp_path / "varied", recipe)
+    assert tool.build(tmp_path / "varied", tool.Recipe(train=24, val=8, seed=3, sides=(14, 100)))
     assert json.loads((tmp_path / "varied/recipe.json").read_text()) == {
-        "train": 24, "val": 8, "seed": 3, "version": 1, "sides": [14, 100], "turn": 60.0
+        "train": 24, "val": 8, "seed": 3, "version": 1, "sides": [14, 100]
     }  # fmt: skip
-    sides = np.array([side for side, _ in drawn])
-    assert {turn for _, turn in drawn} == {60.0}
+    sides = np.array(sides)
     assert sides.min() >= 14
     assert 80 < sides.max() <= 100
     octaves = [((sides >= low) & (sides < 2 * low)).sum() for low in (14, 28)]  # equally many in both
@@ -112,24 +109,48 @@ def test_chosen_digits_alone_appear(tmp_path):
             tool.Recipe(digits=wrong)
 
 
-def test_the_largest_turned_digit_fits_every_image():
+def test_the_largest_digit_fits_every_image():
     rng = np.random.default_rng(0)
-    full = np.ones((8, 8))
     for _ in range(20):
-        opacity = tool.draw_digit(rng, full, tool.LARGEST, 180.0)
+        opacity = tool.draw_digit(rng, np.ones((8, 8)), tool.LARGEST)
         assert max(opacity.shape) <= min(min(size) for size in tool.SIZES)
 
 
-def test_a_shear_slants_by_columns_a_row():
-    stroke = np.zeros((8, 8))
-    stroke[:, 3:5] = 1
+def files(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
-    class Most:
-        def uniform(self, low, high):
-            return high if high == 0.5 else 0.0  # the shear, not the turn
 
-    upright, slanted = (tool.draw_digit(Most(), stroke, 80, 60.0, shear) for shear in (0.0, 0.5))
-    middles = [np.flatnonzero(row > 0.5).mean() for row in slanted]
-    assert np.polyfit(range(len(middles)), middles, 1)[0] == pytest.approx(-0.5, abs=0.02)
-    assert slanted.shape[0] == upright.shape[0]
-    assert slanted.sum() == pytest.approx(upright.sum(), rel=0.02)
+def refusal(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        tool.main(arguments)
+    assert stop.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_recipe_determines_the_bytes_and_other_files_are_kept(tmp_path, capsys):
+    small = ["--train", "2", "--val", "1"]
+    for folder, seed, state in (("one", 3, "written to"), ("two", 3, "written to"), ("one", 3, "already in")):
+        assert tool.main([str(tmp_path / folder), *small, "--seed", str(seed)]) == 0
+        said = f"2 training and 1 validation images {state} {tmp_path / folder}"
+        assert capsys.readouterr().out.splitlines()[-1] == said
+    before = files(tmp_path / "one")
+    assert files(tmp_path / "two") == before
+    assert tool.main([str(tmp_path / "other"), *small, "--seed", "4"]) == 0
+    other = files(tmp_path / "other")
+    assert other.keys() == before.keys()
+    assert other["semantic/train/000001.png"] != before["semantic/train/000001.png"]
+    assert "holds a set of another recipe" in refusal([str(tmp_path / "one"), *small, "--seed", "4"], capsys)
+    assert files(tmp_path / "one") == before
+    (tmp_path / "two/recipe.json").unlink()
+    assert "exists already; remove it" in refusal([str(tmp_path / "two"), *small], capsys)
+    assert len(files(tmp_path / "two")) == len(before) - 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "other", "two"]
+    for options, message in (
+        ("--train 0", "train must be at least 1, got 0"),
+        ("--sides 9 40", "sides must be two rising numbers from 10 to 100 pixels, got (9, 40)"),
+        ("--sides 40 20", "sides must be two rising numbers from 10 to 100 pixels, got (40, 20)"),
+        ("--sides 20 101", "sides must be two rising numbers from 10 to 100 pixels, got (20, 101)"),
+    ):
+        shown = refusal([str(tmp_path / "set"), *options.split()], capsys)
+        assert shown == f"digits_on_photographs: {message}\n"
+    assert not (tmp_path / "set").exists()

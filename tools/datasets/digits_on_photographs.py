@@ -14,37 +14,33 @@ is d + 1)::
     data/digits/one_class/{train,val}/000000.png
     data/digits/recipe.json
 
-By default the side of a digit is uniform in 26 to 60 pixels and its rotation uniform in ±18 degrees. For objects whose
-scale and rotation vary as in photographs::
-
-    python -m tools.datasets.digits_on_photographs data/digits_varied --sides 14 100 --turn 60
-
-The side is then log-uniform between the two, so that as many objects have 14 to 28 pixels as 28 to 56 (as in
-photographs, most objects are small), and the rotation is uniform in ±60 degrees (beyond 90, a six can be a nine).
-``--shear 0.4`` slants digits as well, by up to 0.4 columns a row. ``--digits 0 1 2 3 4`` draws from these digits only;
-the annotations still list ten classes. A digit without a free place is left out, which
-happens to large ones more often.
+The side of a digit is uniform in 26 to 60 pixels, or log-uniform between ``--sides MIN MAX``, so that as many objects
+have 14 to 28 pixels as 28 to 56. ``--digits 0 1 2 3 4`` draws from these digits only; the annotations still list ten
+classes. A digit without a free place is left out, which happens to large ones more often.
 
 The same recipe gives the same bytes on every run.
 """
 
 from __future__ import annotations
 
+import argparse
 import colorsys
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from tools import need
-from tools.datasets.pasting import DIGITS as CLASSES
-from tools.datasets.pasting import TURN, annotation, digit_samples, draw_digit, free_place, paste, photograph
-from tools.datasets.recipes import BaseRecipe, Show, builder, command, option
+from tools import command_parser, need
+from tools.datasets.folders import Show, new_folder, show_progress
 
+CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+TURN = 18.0  # maximum rotation of a digit in degrees, either way
 SIZES = ((144, 208), (208, 144), (160, 192))  # (H, W): never square, so that swapped axes are noticed
 DIGIT_SIDE = (26, 60)  # pixels
 LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a rotated digit of this side fits every image
@@ -58,38 +54,65 @@ PHOTOGRAPHS = (
 
 
 @dataclass(frozen=True)
-class Recipe(BaseRecipe):
-    """Parameters of the set; without ``sides`` and ``turn``, ``DIGIT_SIDE`` and ``pasting.TURN`` hold."""
+class Recipe:
+    """Parameters that determine the set, byte for byte; None draws all digits, and sides from ``DIGIT_SIDE``."""
 
-    train: int = option(400, "training images", 1)
-    val: int = option(100, "validation images", 1)
-    seed: int = option(0, "of all random numbers")
+    train: int = 400
+    val: int = 100
+    seed: int = 0
     version: int = 1
-    sides: tuple[int, int] | None = option(
-        None, "sides of digits in pixels, log-uniform; see above", type=int, nargs=2, metavar=("MIN", "MAX")
-    )
-    turn: float | None = option(None, "maximum rotation of digits, either way", type=float, metavar="DEGREES")
-    shear: float | None = option(None, "maximum slant of digits, either way", type=float, metavar="COLUMNS")
-    digits: tuple[int, ...] | None = option(
-        None, "digits that appear, default all ten", type=int, nargs="+", metavar="DIGIT"
-    )
+    sides: tuple[int, int] | None = None
+    digits: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        for name in ("train", "val"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.sides is not None and not 10 <= self.sides[0] <= self.sides[1] <= LARGEST:
             raise ValueError(f"sides must be two rising numbers from 10 to {LARGEST} pixels, got {self.sides}")
-        if self.turn is not None and not 0 <= self.turn <= 180:
-            raise ValueError(f"turn must be between 0 and 180 degrees, got {self.turn}")
         if self.digits is not None and not (self.digits and {*self.digits} <= {*range(10)}):
             raise ValueError(f"digits must be between 0 and 9, got {self.digits}")
-        if self.shear is not None and not 0 <= self.shear <= 1:
-            raise ValueError(f"shear must be between 0 and 1 columns a row, got {self.shear}")
+
+    def stamp(self) -> dict[str, Any]:
+        """Return the content of ``recipe.json``, without parameters that are None."""
+        return json.loads(json.dumps({name: value for name, value in asdict(self).items() if value is not None}))
 
     def side(self, rng: np.random.Generator) -> int:
         """Draw a digit's side in pixels."""
         if self.sides is None:
             return int(rng.integers(DIGIT_SIDE[0], DIGIT_SIDE[1] + 1))
         return round(float(np.exp(rng.uniform(*np.log(self.sides)))))
+
+
+@cache
+def photograph(name: str) -> np.ndarray:
+    """Return a packaged photograph, (H, W, 3) uint8, read-only."""
+    if name in ("china", "flower"):  # scikit-learn's; all others are scikit-image's
+        from sklearn.datasets import load_sample_image
+
+        image = load_sample_image(f"{name}.jpg")
+    else:
+        from skimage import data
+
+        image = getattr(data, name)()
+    return np.repeat(image[..., None], 3, 2) if image.ndim == 2 else image
+
+
+def digit_samples() -> tuple[np.ndarray, np.ndarray]:
+    """Return the handwritten digits: opacity (1797, 8, 8) in 0..1, and the digit of each."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    return digits.images / 16.0, digits.target
+
+
+def draw_digit(rng: np.random.Generator, sample: np.ndarray, side: int) -> np.ndarray:
+    """Return the opacity of an 8x8 sample at ``side`` pixels, rotated by up to ``TURN`` and cropped to its ink."""
+    coarse = Image.fromarray((sample * 255).astype(np.uint8)).resize((side, side), Image.Resampling.BICUBIC)
+    turned = coarse.rotate(rng.uniform(-TURN, TURN), Image.Resampling.BILINEAR, expand=True)
+    opacity = np.clip((np.asarray(turned, float) / 255 - 0.25) / 0.3, 0, 1)  # blur -> an edge
+    rows, columns = np.flatnonzero(opacity.max(1) > 0.5), np.flatnonzero(opacity.max(0) > 0.5)
+    return opacity[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
 
 
 def photographs() -> list[np.ndarray]:
@@ -134,6 +157,20 @@ def contrasting_colour(rng: np.random.Generator, below: np.ndarray) -> np.ndarra
             return colour
 
 
+def free_place(
+    rng: np.random.Generator, taken: np.ndarray, shape: tuple[int, int], attempts: int = 25
+) -> tuple[int, int] | None:
+    """Return a top-left corner where an object of ``shape`` covers no other object's box, or None."""
+    if shape[0] > taken.shape[0] or shape[1] > taken.shape[1]:
+        return None
+    for _ in range(attempts):
+        top = int(rng.integers(taken.shape[0] - shape[0] + 1))
+        left = int(rng.integers(taken.shape[1] - shape[1] + 1))
+        if not taken[top : top + shape[0], left : left + shape[1]].any():
+            return top, left
+    return None
+
+
 def compose(
     rng: np.random.Generator, regions: list[np.ndarray], samples: np.ndarray, targets: np.ndarray, recipe: Recipe
 ) -> tuple[np.ndarray, list[tuple[int, np.ndarray]]]:
@@ -144,20 +181,36 @@ def compose(
     wanted = rng.integers(DIGITS_PER_IMAGE[0], DIGITS_PER_IMAGE[1] + 1)
     while len(objects) < wanted:
         which = rng.integers(len(samples))
-        turn = TURN if recipe.turn is None else recipe.turn
-        opacity = draw_digit(rng, samples[which], recipe.side(rng), turn, recipe.shear or 0.0)
+        opacity = draw_digit(rng, samples[which], recipe.side(rng))
         place = free_place(rng, taken, opacity.shape)
         if place is None:
             wanted = max(1, wanted - 1)  # crowded: fewer digits, but at least one
             continue
         (top, left), (height, width) = place, opacity.shape
-        colour = contrasting_colour(rng, canvas[top : top + height, left : left + width])
-        window = paste(canvas, place, opacity, colour)
+        window, alpha = np.s_[top : top + height, left : left + width], opacity[..., None]
+        colour = contrasting_colour(rng, canvas[window])
+        canvas[window] = alpha * colour + (1 - alpha) * canvas[window]
         taken[window] = True
         mask = np.zeros(size, bool)
         mask[window] = opacity > 0.5
         objects.append((int(targets[which]), mask))
     return canvas.round().clip(0, 255).astype(np.uint8), objects
+
+
+def annotation(number: int, image: int, category: int, mask: np.ndarray) -> dict:
+    """Return an object in COCO's detection format: box, area and run-length mask of ``mask`` (H, W)."""
+    from pycocotools import mask as run_length
+
+    encoded = run_length.encode(np.asfortranarray(mask.astype(np.uint8)))
+    return dict(
+        id=number,
+        image_id=image,
+        category_id=category,
+        bbox=[float(n) for n in run_length.toBbox(encoded)],
+        area=float(run_length.area(encoded)),
+        segmentation=dict(size=[int(n) for n in encoded["size"]], counts=encoded["counts"].decode()),
+        iscrowd=0,
+    )
 
 
 def palette() -> list[int]:
@@ -195,24 +248,53 @@ def write_split(
     (folder / "annotations" / f"one_class_{split}.json").write_text(json.dumps(content))
 
 
-@builder
-def build(folder: Path, recipe: Recipe, show: Show) -> None:
-    """Write the set to ``folder``."""
-    need("pycocotools")
-    (folder / "annotations").mkdir()
-    rng = np.random.default_rng(recipe.seed)
-    for split, samples, targets, regions in halves(rng, photographs()):
-        count = getattr(recipe, split)
-        if recipe.digits is not None:
-            wanted = np.isin(targets, recipe.digits)
-            samples, targets = samples[wanted], targets[wanted]
-        images = (compose(rng, regions, samples, targets, recipe) for _ in range(count))
-        write_split(folder, split, images, count, show)
+def build(folder: Path, recipe: Recipe, show: Show = lambda line: None) -> bool:
+    """Write the set to ``folder``; return False if it holds the set already.
+
+    Raises:
+        ValueError: ``folder`` holds anything else.
+    """
+    need("sklearn", "skimage", "pycocotools")
+    file, stamp = folder / "recipe.json", recipe.stamp()
+    if file.is_file():
+        if json.loads(file.read_text()) == stamp:
+            return False
+        raise ValueError(
+            f"{folder} holds a set of another recipe ({file.read_text()}); remove it or name another folder"
+        )
+    with new_folder(folder) as partial:
+        (partial / "annotations").mkdir()
+        rng = np.random.default_rng(recipe.seed)
+        for split, samples, targets, regions in halves(rng, photographs()):
+            if recipe.digits is not None:
+                chosen = np.isin(targets, recipe.digits)
+                samples, targets = samples[chosen], targets[chosen]
+            count = getattr(recipe, split)
+            images = (compose(rng, regions, samples, targets, recipe) for _ in range(count))
+            write_split(partial, split, images, count, show)
+        (partial / "recipe.json").write_text(json.dumps(stamp, indent=1))
+    return True
 
 
 def main(arguments: list[str] | None = None) -> int:
-    content = "{train} training and {val} validation images"
-    return command("digits_on_photographs", __doc__, Recipe, build, content, arguments)
+    parser = command_parser("datasets.digits_on_photographs", __doc__)
+    option = parser.add_argument
+    option("folder", type=Path, help="output folder")
+    option("--train", type=int, default=400, help="training images, default %(default)s")
+    option("--val", type=int, default=100, help="validation images, default %(default)s")
+    option("--seed", type=int, default=0, help="of all random numbers, default %(default)s")
+    option("--sides", type=int, nargs=2, metavar=("MIN", "MAX"), help="sides of digits in pixels, log-uniform")
+    option("--digits", type=int, nargs="+", metavar="DIGIT", help="digits that appear, default all ten")
+    options = parser.parse_args(arguments, argparse.Namespace(version=1))
+    chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in vars(options).items()}
+    folder = chosen.pop("folder")
+    try:
+        written = build(folder, Recipe(**chosen), show_progress)
+    except ValueError as error:
+        parser.exit(2, f"digits_on_photographs: {error}\n")
+    state = "written to" if written else "already in"
+    print(f"{options.train} training and {options.val} validation images {state} {folder}")
+    return 0
 
 
 if __name__ == "__main__":

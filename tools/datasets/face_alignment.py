@@ -11,7 +11,6 @@ p ↦ A p + t.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ SIZE = 512
 FACE = 0.5  # the longer side of the mean shape's box, as a share of the aligned image's side
 CENTRE = (0.5, 0.6)  # centre of that box, likewise: hair needs more room than the neck
 FACE_LABELS = range(1, 10)  # skin, brows, eyes, nose and mouth
-_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
-_LINE = re.compile(rf"\s*({_NUMBER})\s*,\s*({_NUMBER})\s*")
 
 
 @dataclass(frozen=True)
@@ -47,36 +44,20 @@ def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
     files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
     if not files:
         raise ValueError(f"landmarks: {folder} has no *.txt; name the folder that HELEN's annotation.zip unpacks")
-    faces: dict[str, tuple[Path, np.ndarray]] = {}
+    faces: dict[str, np.ndarray] = {}
     for file in files:
-        name, points = _read_file(file)
-        if name in faces:
-            raise ValueError(f"{file} and {faces[name][0].name} both hold the landmarks of {name}")
-        faces[name] = file, points
-    return {name: points for name, (_, points) in faces.items()}
-
-
-def _read_file(file: Path) -> tuple[str, np.ndarray]:
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{file} cannot be read as text: {error}") from error
-    name = lines[0].strip().removesuffix(".jpg") if lines else ""
-    if not name or "," in name:
-        raise ValueError(f"{file}, line 1: expected the name of a face, such as '100032540_1', got {name!r}")
-    rows = []
-    for number, line in enumerate(lines[1:], 2):
-        match = _LINE.fullmatch(line)
-        if match is not None:
-            rows.append([float(match[1]), float(match[2])])
-        elif line.strip():
-            raise ValueError(f"{file}, line {number}: expected one like '565.86 , 758.98', got {line!r}")
-    if len(rows) != POINTS:
-        raise ValueError(f"{file} has {len(rows)} points of {name}, expected {POINTS}")
-    points = np.array(rows)
-    if not np.isfinite(points).all() or not np.ptp(points, axis=0).all():
-        raise ValueError(f"{file}: the points of {name} must be finite and not in one row or column")
-    return name, points
+        try:
+            name, _, rows = file.read_text().partition("\n")
+            points = np.loadtxt(rows.splitlines(), delimiter=",", ndmin=2)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} must hold a name and {POINTS} lines like '565.86 , 758.98': {error}") from error
+        name = name.strip().removesuffix(".jpg")
+        if points.shape != (POINTS, 2) or not np.isfinite(points).all() or not np.ptp(points, axis=0).all():
+            raise ValueError(f"{file} must hold {POINTS} finite points that are not in one row or column")
+        if not name or "," in name or name in faces:
+            raise ValueError(f"{file}, line 1: expected the name of another face, such as '100032540_1', got {name!r}")
+        faces[name] = points
+    return faces
 
 
 def similarity(source: np.ndarray, target: np.ndarray) -> np.ndarray:

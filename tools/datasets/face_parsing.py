@@ -44,7 +44,7 @@ from PIL import Image
 
 from tools import command_parser, need
 from tools.datasets.face_alignment import SIZE, Alignment, Request
-from tools.datasets.recipes import Show, check_free, new_folder, show_progress
+from tools.datasets.folders import Show, check_free, new_folder, show_progress
 
 SPLITS = ("train", "val", "test")
 ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture
@@ -100,12 +100,8 @@ def helen_face(source: Path, line: re.Match[str]) -> Face:
 def helen_labels(face: Face) -> np.ndarray:
     """Return labels (H, W) uint8: the index of the highest of the eleven probability maps."""
     maps = [load(path, "L") for path in face.labels]
-    for path, pixels in zip(face.labels, maps):
-        if pixels.shape != maps[0].shape:
-            raise ValueError(
-                f"{path} has {size(pixels)} pixels, {face.labels[0].name} beside it {size(maps[0])}: "
-                "the maps of a face must have the same size"
-            )
+    if len({pixels.shape for pixels in maps}) > 1:
+        raise ValueError(f"{face.labels[0].parent}: the maps of a face must have the same size")
     return np.argmax(maps, 0).astype(np.uint8)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,49 +56,3 @@ def trained_size(file: Path, argument: str = "file") -> tuple[int, int] | None:
     """Return the (H, W) of the images that the weights of a file were trained on, or None if it stores no size."""
     size = json.loads(read_weights(file, argument)[1].get("input_size", "null"))
     return None if size is None else (size[0], size[1])
-
-
-def load_weights(model: nn.Module, file: Path, config: Config, classes: Sequence[str]) -> None:
-    """Load the weights of ``--evaluate`` into the same model.
-
-    Raises:
-        ConfigError: the file cannot be read, or its weights belong to another model or other classes.
-    """
-    tensors, metadata = read_weights(file, "--evaluate")
-    named, saved = metadata.get("model", config.model), json.loads(metadata.get("classes", "null"))
-    if named != config.model:
-        raise ConfigError(f"--evaluate must be weights of {config.model}, but {file} holds those of {named}")
-    if saved is not None and saved != list(classes):
-        raise ConfigError(
-            f"--evaluate must be weights for the classes of --data: {classes_apart(saved, classes, file)}"
-        )
-    try:
-        model.load_state_dict(tensors)
-    except RuntimeError as error:
-        trained = f" (trained with model_args {metadata['model_args']})" if "model_args" in metadata else ""
-        reason = f"{error}"[:300] + trained
-        raise ConfigError(f"--evaluate {file} does not fit {config.model} {config.model_args}: {reason}") from error
-
-
-def start_from(model: nn.Module, file: Path) -> str:
-    """Load the parameters of a file whose names and shapes the model has; return how many, in words.
-
-    Raises:
-        ConfigError: the file cannot be read, or shares no parameter with the model.
-    """
-    tensors, own = read_weights(file, "init")[0], model.state_dict()
-    shared = {name: tensor for name, tensor in tensors.items() if name in own and own[name].shape == tensor.shape}
-    if not shared:
-        raise ConfigError(f"init {file} has no parameter of a name and shape of the model")
-    model.load_state_dict(shared, strict=False)
-    return f"{len(shared)} of {len(own)} tensors of the model start from {file}"
-
-
-def classes_apart(before: Sequence[str], now: Sequence[str], file: Path) -> str:
-    """Describe how the classes of a checkpoint and those of ``--data`` differ."""
-    for names, others, where in ((before, now, str(file)), (now, before, "--data")):
-        odd = [name for name in names if name not in others]
-        if odd:
-            more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
-            return f"only {where} has {', '.join(odd[:3])}{more}"
-    return "they are in another order"
