@@ -16,8 +16,8 @@ class AAResNet(BaseModule):
     """``aa_resnet{depth}`` of timm with the arguments of the toolkits' ``ResNet`` (Bello et al. 2019, section 4.4).
 
     In a config that inherits from an upstream one, ``type='AAResNet'`` replaces ``type='ResNet'``. The keys of the
-    state_dict are those of the timm model, so that a checkpoint of ``python -m tools.train`` loads with
-    ``init_cfg=dict(type='Pretrained', checkpoint='….safetensors')``.
+    state_dict are those of the timm model, so that a checkpoint of timm's ``train.py`` loads with
+    ``init_cfg=dict(type='Pretrained', checkpoint='….pth.tar')``.
 
     Args:
         depth: 34, 50, 101 or 152.
