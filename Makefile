@@ -29,7 +29,7 @@ env:  ## set up $(VENV): the pinned stack, the compiled extension, fairseq (resu
 env-peers:  ## the same and mmcv compiled, which benchmarks and the tests marked "peers" compare with (10 minutes more)
 	@tools/environment.sh peers
 
-demo:  ## train a small detector with the attended block on real pictures (5 to 10 minutes on 2 cores after set-up)
+demo:  ## train a small detector with the attended block on real pictures (6 minutes on 2 free cores after set-up)
 	@tools/environment.sh demo
 	$(PY) -m tools.demo
 

@@ -27,11 +27,11 @@ model = dict(test_cfg=dict(score_thr=0.0))  # it hardly learns here: let it dete
 def small(monkeypatch, tmp_path, digits):
     """Reduce the demo's configs to the tests' small data; call the fixture with a number of epochs."""
     monkeypatch.setattr(demo, "DATA", digits)
-    monkeypatch.setattr(demo, "Recipe", lambda: Recipe(train=16, val=4, seed=3))
+    monkeypatch.setattr(demo, "RECIPE", Recipe(train=16, val=4, seed=3))
     monkeypatch.setattr(demo, "CONFIGS", tmp_path)
 
     def write(epochs: int) -> None:
-        for base in (ROOT / "configs/mmdet/digits").glob("*.py"):
+        for base in (ROOT / "configs/mmdet/digits").glob("*five-digits.py"):
             text = CONFIG.format(base=str(base), data=f"{digits}/", epochs=epochs)
             (tmp_path / base.name).write_text(text)
 
@@ -48,7 +48,7 @@ def test_demo_trains_and_draws(small, tmp_path, capsys):
     assert "validation: mAP" in printed
     for name in ("detections.png", "sampling.png"):
         assert min(Image.open(work / name).size) > 200
-    assert "Found from a score of 0.15 on: " in printed
+    assert "Found from a score of 0.25 on: " in printed
     assert "Left: each ring is a query" in printed
 
 
@@ -84,3 +84,19 @@ def test_demo_shows_why_the_training_tool_failed(small, tmp_path):
     with pytest.raises(SystemExit, match=r"not_there[\s\S]*ended with code 1"):
         demo.main(["--no-attention", "--work-dir", str(tmp_path / "work")])
     assert not (tmp_path / "work/finished.json").exists()
+
+
+def test_a_demo_of_another_set_is_kept(small, tmp_path, digits, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "epoch_20.pth").touch()  # of a demo that wrote no recipe
+    with pytest.raises(SystemExit, match="work holds a training on another set; remove it or name another"):
+        demo.main(["--work-dir", str(work)])
+    (work / "epoch_20.pth").unlink()
+    demo.prepare(digits, work)
+    monkeypatch.setattr(demo, "RECIPE", Recipe(train=16, val=4, seed=4))
+    with pytest.raises(SystemExit, match="work holds a training on another set"):
+        demo.prepare(digits, work)
+    with pytest.raises(SystemExit, match="digits holds a set of another recipe"):
+        demo.prepare(digits, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
