@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import modules
 from ..modules.common.kept import backward_pass, keep, kept
+from ..modules.common.weights import weights_of
 from ..modules.tokens.deformable_attention import SampledSaliency
 from .transformer import deformable_forward
 
@@ -268,7 +269,7 @@ class TokenAttention(modules.SpatialSelfAttention):
         grid = self._grid(query, key, kept(query, "maps") or self._grids.seen)
         x, key = query.transpose(0, 1), key.transpose(0, 1)
         q, k, v, places, P, mask = self._prepared(x, key, None, grid, key_padding_mask, attn_mask, 0)
-        weights = self.pairs(x, q, k, v, places, P, key_padding_mask, mask).weights()
+        weights = weights_of(self.written_out(x, q, k, v, places, P, key_padding_mask, mask))
         return weights.expand(len(x), self.num_heads, len(query), -1)
 
     def token_logits(

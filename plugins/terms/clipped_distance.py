@@ -47,11 +47,11 @@ def weights_by_distance(weights: Tensor, distance: int, start: int = 0, causal: 
     rows = S + 2 * k
     skewed = unflatten(F.pad(F.pad(weights, (k, k)).flatten(-2), (0, T)), -1, (T, rows + 1))
     K = k + 1 if causal else 2 * k + 1
-    near = skewed[..., start : start + K]
+    sums = skewed[..., start : start + K]
     offset = torch.arange(S, device=weights.device) - torch.arange(start, start + T, device=weights.device)[:, None]
     before = weights.masked_fill(offset >= -k, 0).sum(-1, keepdim=True)
-    near = near + F.pad(before, (0, K - 1))
+    sums = sums + F.pad(before, (0, K - 1))
     if causal:
-        return near
+        return sums
     behind = weights.masked_fill(offset <= k, 0).sum(-1, keepdim=True)
-    return near + F.pad(behind, (K - 1, 0))
+    return sums + F.pad(behind, (K - 1, 0))

@@ -19,7 +19,7 @@ from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
-from ..modules.tokens.windows import Attend, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
+from ..modules.tokens.windows import Fill, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention
 from ..ops.common.axes import unflatten
 from ..terms.decomposed import decomposed_logits
@@ -150,9 +150,9 @@ class AcceleratedMViTAttention(mvitv2.MultiScaleAttention):
         return (x if norm is None else norm(x)), size
 
 
-def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], attend: Attend) -> Tensor:
+def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], fill: Fill) -> Tensor:
     attn = block.attn
-    output = in_windows(x, block.window_size, block.shift_size, attn.num_heads, project, attend)
+    output = in_windows(x, block.window_size, block.shift_size, attn.num_heads, project, fill)
     return attn.proj_drop(attn.proj(output))
 
 

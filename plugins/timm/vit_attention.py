@@ -16,10 +16,10 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
-from ..modules.common.attention import checked_queries
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
 from ..modules.common.untouched import called_dropout
+from ..modules.common.weights import checked_queries, weights_of
 from ..modules.tokens.grid_attention import GridAttention, check_grid
 from ..modules.tokens.grid_terms import Grid
 from ..ops.common.axes import unflatten
@@ -143,7 +143,7 @@ class ViTAttention(GridAttention):
             ValueError: See :meth:`forward`.
         """
         q, k, v, grid, prefix, mask = self._prepared(x, attn_mask, is_causal)
-        return self.pairs(x, q, k, v, grid, prefix, mask=mask).weights()
+        return weights_of(self.written_out(x, q, k, v, grid, prefix, mask=mask))
 
     def token_logits(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> dict[str, Tensor]:
         """Return the logits of every term, gated; the softmax of their sum is :meth:`token_weights`.

@@ -79,7 +79,7 @@ NAMES: dict[str, list[str]] = {
 # The values that the weights multiply, (B, C, *keys), and the output from their sum, by class.
 IN_STEPS = (lambda layer, x: layer.v_proj(x).mT, lambda layer, x, y: layer.out_proj(y.mT))
 CONVOLVED = (
-    lambda layer, x: F.glu(layer.input(x.mT), -1).mT if x.dim() == 3 else _channels_second(layer._attention(x).value),
+    lambda layer, x: F.glu(layer.input(x.mT), -1).mT if x.dim() == 3 else _channels_second(layer._logits(x).value),
     lambda layer, x, y: layer.output(y.mT).mT if x.dim() == 3 else x + layer.gamma * layer.output(y),
 )
 CRISS_CROSS = (lambda layer, x: layer.value_conv(x), lambda layer, x, y: x + layer.gamma.scale * y)
@@ -95,7 +95,7 @@ OUTPUTS: dict[str, tuple[Any, Any]] = {
     "DynamicConv1d": CONVOLVED,
     "DynamicConv2d": CONVOLVED,
     "LocalBilateralConv2d": (
-        lambda layer, x: _channels_second(layer._attention(x).value), lambda layer, x, y: layer.output(y)
+        lambda layer, x: _channels_second(layer._logits(x).value), lambda layer, x, y: layer.output(y)
     ),
     "MultiheadAttention": IN_STEPS,
     "MultiheadSpatialAttention": IN_STEPS,

@@ -23,7 +23,7 @@ compiled = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU bina
 @pytest.mark.parametrize("name", CALLS)
 def test_the_compiled_kernels_serve_cpus(name):
     operator, args, kwargs = CALLS[name]
-    assert explain(operator, *args, **kwargs).serves == ("torch" if name == "criss_cross_attention" else "cpu")
+    assert explain(operator, *args, **kwargs).serves == ("eager" if name == "criss_cross_attention" else "cpu")
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -33,7 +33,7 @@ def test_explaining_computes_nothing(name):
     with pytest.raises(TypeError, match="must be a Tensor, got NoneType"):
         explain(operator, *args[:2], None, *args[3:], **kwargs)
     choice = explain(operator, *args, **kwargs)
-    assert choice.serves == "torch"
+    assert choice.serves == "eager"
     words = ("meta", "float64", "float16", "CPUs")
     assert all(any(word in reason for word in words) for reason in choice.refusals.values())
 
@@ -46,7 +46,7 @@ def test_explaining_what_is_no_operator():
 def test_a_closed_form_is_explained():
     value = torch.randn(1, 2, 3, 4, 8)
     assert str(explain(global_attention, None, None, value)) == "closed form serves"
-    with backend("torch"):
+    with backend("eager"):
         forced = global_attention(None, None, value)
     torch.testing.assert_close(forced, global_attention(None, None, value))
 
@@ -77,7 +77,7 @@ def test_a_forced_backend_that_refuses_or_is_unknown_is_an_error():
     operator, args, kwargs = CALLS["window_attention"]
     with backend("cuda"), pytest.raises(ValueError, match="backend 'cuda' does not compute this window_attention: its"):
         operator(*args, **kwargs)
-    with backend("magic"), pytest.raises(ValueError, match="backend must be one of cpu, cuda, torch, reference for"):
+    with backend("magic"), pytest.raises(ValueError, match="backend must be one of cpu, cuda, eager, reference for"):
         operator(*args, **kwargs)
     operator(*args, **kwargs)  # no backend is forced any more
 
@@ -110,14 +110,14 @@ def test_a_forced_backend_computes_the_gradients_too(name, elsewhere, around, se
     operator, args, kwargs = CALLS[name]
     args = [t.detach().requires_grad_() if isinstance(t, torch.Tensor) else t for t in args]
     leaves = [t for t in args if isinstance(t, torch.Tensor)]
-    with backend("torch"):
+    with backend("eager"):
         output = operator(*args, **kwargs)
     if elsewhere:
         with ThreadPoolExecutor(1) as pool:
             pool.submit(_gradients, output, leaves, around).result()
     else:
         _gradients(output, leaves, around)
-    assert seen == [("torch", False)] + [("torch", True)] * 2  # the second gradient passes the output again
+    assert seen == [("eager", False)] + [("eager", True)] * 2  # the second gradient passes the output again
 
 
 @compiled
@@ -126,14 +126,14 @@ def test_a_backend_that_is_forced_around_the_backward_computes_it(before, seen):
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     with before():
         output = sequence_attention(query, key, value)
-    _gradients(output, [query, key, value], lambda: backend("torch"))
-    assert seen == [("cpu", False)] + [("torch", True)] * 2
+    _gradients(output, [query, key, value], lambda: backend("eager"))
+    assert seen == [("cpu", False)] + [("eager", True)] * 2
 
 
 def test_a_refusal_is_logged_once(caplog):
     operator, args, kwargs = CALLS["window_attention"]
     backends._log.cache_clear()
-    with caplog.at_level(logging.DEBUG, "attn_plugins"), backend("torch"):
+    with caplog.at_level(logging.DEBUG, "attn_plugins"), backend("eager"):
         operator(*args, **kwargs)
     assert not caplog.records, "a forced backend asks no other"
     table = [backends.Backend("none", lambda terms, options: "never", None, None), *TABLE]

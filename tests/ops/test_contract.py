@@ -250,7 +250,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @every_device
 @every_example
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["first", "torch"])
+@pytest.mark.parametrize("backend", ["first", "eager"])
 def test_views_give_what_copies_give(name, layout, backend, device):
     some = example(name, device=device, dtype=torch.float64)
     views = {n: LAYOUTS[layout](t) if t.is_floating_point() and t.dim() > 1 else t for n, t in some.tensors.items()}

@@ -73,7 +73,7 @@ SIZES = pytest.mark.parametrize("size", [1, 30, 1000])
 
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", [None, "torch"])
+@pytest.mark.parametrize("backend", [None, "eager"])
 @SIZES
 @pytest.mark.parametrize("keys", [1, 2, 8, 64])
 @pytest.mark.parametrize("operator", CALLS, ids=lambda operator: operator.__name__)

@@ -60,9 +60,7 @@ BACKENDS = {
     "cuda": "CUDA kernels",
     "triton": "Triton kernels",
     "sdpa": "PyTorch's SDPA",
-    "amx": "PyTorch's SDPA (bfloat16 with AMX)",
-    "flash": "PyTorch's or cuDNN's flash attention",
-    "torch": "PyTorch operations",
+    "eager": "PyTorch operations",
 }
 
 
@@ -226,7 +224,7 @@ def backends() -> list[str]:
     for name in sorted(operators()):
         table = backends_of(name)
         cells = []
-        for absent in (("cuda", "triton", "flash"), ("cpu", "amx")):
+        for absent in (("cuda", "triton"), ("cpu",)):
             cells.append(", then ".join(BACKENDS.get(backend, backend) for backend in table if backend not in absent))
         rows.append([f"`{name}`", *cells])
     return report.markdown(["operator", "on CPUs", "on CUDA"], rows)

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from ...terms.remembered import remembered
 from ...terms.sine_position import sine_encoding
-from ..common.attention import Attention
+from ..common.attention import attend
 from ..common.checks import check_map, one_of, pair, positive
-from .memory_format import in_format_of, split_heads, to_channels_last
+from ..common.logits import MapLogits
+from .memory_format import in_format_of, map_heads, to_channels_last
 from .relative_tables import RelativeTables
 
 Position = Literal["relative", "none", "sine", "coordconv"]
@@ -194,7 +195,7 @@ class AAConv2d(RelativeTables):
 
     def _attend(self, x: Tensor) -> Tensor:
         """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
-        attended = self._attention(x).attend().permute(0, 1, 4, 2, 3).flatten(1, 2)
+        attended = attend(self._logits(x)).permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)
         if self.pool:
@@ -202,7 +203,7 @@ class AAConv2d(RelativeTables):
             attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
         return in_format_of(x, attended)
 
-    def _attention(self, x: Tensor) -> Attention:
+    def _logits(self, x: Tensor) -> MapLogits:
         """Compute queries, keys and values, and the logits of rows and columns."""
         self._check(x)
         if not self.dv:
@@ -219,9 +220,9 @@ class AAConv2d(RelativeTables):
             x = torch.cat((x, places.expand(x.shape[0], -1, -1, -1)), 1)
         assert self.qkv is not None
         qkv = self.qkv(to_channels_last(x))
-        query, key, value = (split_heads(part, self.num_heads) for part in qkv.split((self.dk, self.dk, self.dv), 1))
+        query, key, value = (map_heads(part, self.num_heads) for part in qkv.split((self.dk, self.dk, self.dv), 1))
         tables = self.table_logits(query, self.scale, query.shape[2:4])
-        return Attention(query, key, value, *tables, scale=self.scale)
+        return MapLogits(query, key, value, *tables, scale=self.scale)
 
     def _check(self, x: Tensor) -> None:
         if self.qkv is not None:

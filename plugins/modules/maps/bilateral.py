@@ -25,9 +25,10 @@ from ...terms.nonlocal_position import (
     standardised,
     with_outside,
 )
-from ..common.attention import MapAttention, checked_queries
+from ..common.attention import MapAttention
 from ..common.capture import softmax_over_keys
 from ..common.checks import check_map, odd_pair, one_of, positive
+from ..common.weights import checked_queries
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
 from .zero_conv import ZeroConv2d

@@ -15,9 +15,10 @@ from torch.nn import functional as F
 
 from ...ops import criss_cross_attention, reference
 from ...ops.common.axes import unflatten
-from ..common.attention import MapAttention, checked_queries
+from ..common.attention import MapAttention
 from ..common.checks import check_map, positive
 from ..common.untouched import has_global_hooks, untouched
+from ..common.weights import checked_queries
 from .memory_format import add_scaled, to_channels_last
 from .relative_tables import Position, RelativeTables
 

@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.common.axes import unflatten
-from ..common.attention import Attention, Geometry, MapAttention
+from ..common.attention import MapAttention, attend
 from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
+from ..common.logits import WindowLogits
 from ..common.sequence_cache import SequenceCache, check_cache
-from .memory_format import in_format_of, split_heads, to_channels_last
+from ..common.weights import map_weights
+from .memory_format import in_format_of, map_heads, to_channels_last
 from .normalised import normalise, projections
 
 
@@ -62,7 +64,6 @@ class DynamicConv2d(MapAttention):
         self.in_channels, self.num_groups = in_channels, num_groups
         self.kernel_size, self.dilation = odd_pair("kernel_size", kernel_size), pair("dilation", dilation)
         self.padding = tuple(k // 2 * step for k, step in zip(self.kernel_size, self.dilation))
-        self.geometry = Geometry(self.kernel_size, (1, 1), self.padding, self.dilation, zero_border=True)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         taps = self.kernel_size[0] * self.kernel_size[1]
         self.input = nn.Conv2d(in_channels, 2 * in_channels, 1, bias=bias, **factory)
@@ -84,16 +85,19 @@ class DynamicConv2d(MapAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
-        convolved = self._attention(x).attend()
+        convolved = attend(self._logits(x))
         output = in_format_of(x, self.output(convolved.permute(0, 1, 4, 2, 3).flatten(1, 2)))
         return output if self.gamma is None else x + self.gamma * output
 
-    def _attention(self, x: Tensor) -> Attention:
+    def _logits(self, x: Tensor) -> WindowLogits:
         """Compute values (B, G, H, W, C / G) and the kernels' logits; taps outside the map take part as zeros."""
         check_map(x, self.in_channels, self.input)
         value = to_channels_last(F.glu(self.input(to_channels_last(x)), 1))
-        taps = split_heads(self.kernel(value), self.num_groups)
-        return Attention(None, None, split_heads(value, self.num_groups), taps=taps, window=self.geometry)
+        position_logits = map_heads(self.kernel(value), self.num_groups)
+        return WindowLogits(
+            None, None, map_heads(value, self.num_groups), position_logits, self.kernel_size, self.dilation,
+            padding=self.padding, border="zero",
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, kernel_size={self.kernel_size}, num_groups={self.num_groups}"
@@ -136,8 +140,6 @@ class DynamicConv1d(nn.Module):
             raise ValueError(f"kernel_size must be a positive odd int, or any with causal, got {kernel_size!r}")
         self.in_channels, self.num_groups, self.kernel_size, self.causal = in_channels, num_groups, kernel_size, causal
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        ahead = kernel_size - 1 if causal else kernel_size // 2
-        self.geometry = Geometry((1, kernel_size), (1, 1), (0, ahead), (1, 1), zero_border=True)  # on a map of one row
         self.input = nn.Linear(in_channels, 2 * in_channels, bias=bias, **factory)
         self.kernel = nn.Linear(in_channels, num_groups * kernel_size, bias=False, **factory)
         self.output = nn.Linear(in_channels, in_channels, bias=bias, **factory)
@@ -167,20 +169,19 @@ class DynamicConv1d(nn.Module):
             ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: ``key_padding_mask`` is not bool.
         """
-        attention = self._attention(x, key_padding_mask)
+        logits = self._logits(x, key_padding_mask)
         if cache is not None:
             if not self.causal:
                 raise ValueError("cache needs causal=True: otherwise new keys would change earlier outputs")
             check_cache(cache, x.shape[0])
-            cache.append(None, attention.value.squeeze(2), None)
+            cache.append(None, logits.value.squeeze(2), None)
             assert cache.value is not None
             # Not negative, as the cache keeps at most the kernel's reach.
             ahead = self.kernel_size - 1 - (cache.value.shape[2] - x.shape[2])
-            window = self.geometry._replace(padding=(0, ahead))
-            attention = attention._replace(value=cache.value.unsqueeze(2), window=window)
+            logits = logits._replace(value=cache.value.unsqueeze(2), padding=(0, ahead))
             cache.steps += x.shape[2]
             cache.keep(self.kernel_size - 1)
-        convolved = attention.attend().squeeze(2)
+        convolved = attend(logits).squeeze(2)
         return self.output(convolved.transpose(1, 2).flatten(2)).transpose(1, 2)
 
     @torch.no_grad()
@@ -207,12 +208,12 @@ class DynamicConv1d(nn.Module):
         """
         if cache is not None:
             raise ValueError("cache must be None: attention_maps takes whole sequences")
-        maps = self._attention(x, key_padding_mask).map_weights((1, x.shape[2]))[:, :, 0, :, 0]
+        maps = map_weights(self._logits(x, key_padding_mask), (1, x.shape[2]))[:, :, 0, :, 0]
         if key_padding_mask is not None:
             maps = maps.masked_fill(key_padding_mask[:, None, None], 0)
         return maps if queries is None else maps[:, :, queries]
 
-    def _attention(self, x: Tensor, key_padding_mask: Tensor | None) -> Attention:
+    def _logits(self, x: Tensor, key_padding_mask: Tensor | None) -> WindowLogits:
         """Compute values (B, G, 1, T, C / G), 0 at padding, and the kernels' logits (B, G, 1, T, taps)."""
         check_tensor("x", x)
         if x.dim() != 3 or x.shape[1] != self.in_channels or x.shape[2] == 0:
@@ -220,10 +221,13 @@ class DynamicConv1d(nn.Module):
         check_fits("x", x, self.input)
         check_padding_mask(key_padding_mask, x.shape[0], x.shape[2], x.device)
         value = F.glu(self.input(x.transpose(1, 2)), -1)
-        taps = self._grouped(self.kernel(value))
+        position_logits = self._grouped(self.kernel(value))
         if key_padding_mask is not None:
             value = value.masked_fill(key_padding_mask.unsqueeze(2), 0)
-        return Attention(None, None, self._grouped(value), taps=taps, window=self.geometry)
+        ahead = self.kernel_size - 1 if self.causal else self.kernel_size // 2
+        return WindowLogits(
+            None, None, self._grouped(value), position_logits, (1, self.kernel_size), padding=(0, ahead), border="zero"
+        )
 
     def _grouped(self, projected: Tensor) -> Tensor:
         """View (B, T, G * n) as (B, G, 1, T, n)."""

@@ -18,10 +18,12 @@ from ...terms.relative_position import axis_encoding, relative_logits, spread
 from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
-from ..common.attention import Attention, Geometry
+from ..common.attention import attend
 from ..common.axis_table import axis_table
 from ..common.checks import check_map, check_range, positive
-from .memory_format import in_format_of, split_heads, to_channels_last
+from ..common.logits import MapLogits, WindowLogits, as_content
+from ..common.weights import map_logits, map_weights
+from .memory_format import in_format_of, map_heads, to_channels_last
 from .normalised import normalise, projections
 
 
@@ -192,7 +194,7 @@ class GeneralizedAttention2d(nn.Module):
             ValueError: a shape or a device does not match.
             TypeError: a map does not have the module's dtype.
         """
-        output = self._attention(x, context).attend()
+        output = attend(self._logits(x, context))
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, x.shape[2:])
@@ -220,7 +222,7 @@ class GeneralizedAttention2d(nn.Module):
         Raises:
             ValueError: as in :meth:`forward`, or a query lies outside the map.
         """
-        return self._attention(x, context).map_weights(self.attention_size(x.shape[2:]), queries)
+        return map_weights(self._logits(x, context), self.attention_size(x.shape[2:]), queries)
 
     def attention_logits(
         self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None
@@ -232,44 +234,47 @@ class GeneralizedAttention2d(nn.Module):
         query, key, value = self._features(x, context)
         terms, u, v = self.terms, self._vector(self.appr_bias), self._vector(self.geom_bias)
         in_range = self._both_axes(None, None, x, value)
-        parts: dict[str, Attention] = {}
+        parts: dict[str, MapLogits] = {}
         if terms.content:
-            parts["content"] = Attention(query, key, value, *in_range)
+            parts["content"] = MapLogits(query, key, value, *in_range)
         if terms.content_position:
-            parts["content_position"] = Attention(None, None, value, *self._both_axes(query, None, x, value))
+            parts["content_position"] = MapLogits(None, None, value, *self._both_axes(query, None, x, value))
         if u is not None and key is not None:
-            parts["saliency"] = Attention(None, None, value, *in_range, key_saliency(key, u))
+            parts["saliency"] = MapLogits(None, None, value, *in_range, key_saliency(key, u))
         if v is not None:
-            parts["position"] = Attention(None, None, value, *self._both_axes(None, v, x, value))
+            parts["position"] = MapLogits(None, None, value, *self._both_axes(None, v, x, value))
         size = self.attention_size(x.shape[2:])
-        return {name: part.map_logits(size, queries) for name, part in parts.items()}
+        return {name: map_logits(part, size, queries) for name, part in parts.items()}
 
-    def _attention(self, x: Tensor, context: Tensor | None) -> Attention:
+    def _logits(self, x: Tensor, context: Tensor | None) -> MapLogits | WindowLogits:
         """Compute the sum of all terms, for the keys around each query if the range is a window of a map."""
         query, key, value = self._features(x, context)
         by_content, by_position, _, _ = self.terms
-        content, content_key, by_key = (query, key, None) if by_content else (None, None, None)
+        content, content_key = (query, key) if by_content else (None, None)
+        key_logits: Tensor | None = None
         u = self._vector(self.appr_bias)
         if u is not None and key is not None:
             if content is None:
-                by_key = key_saliency(key, u)
+                key_logits = key_saliency(key, u)
             else:
                 content = add_vector(content, u)
         moved = query if by_position else None
         if not self.in_windows or context is not None:
             row, column = self._both_axes(moved, self._vector(self.geom_bias), x, value)
-            return Attention(content, content_key, value, row, column, by_key)
+            return MapLogits(content, content_key, value, row, column, key_logits)
         # A larger radius than the map's size minus 1 would add no keys; a symbolic size is not compared.
         H, W = x.shape[2], x.shape[3]
         reach = self.spatial_range // 2
         radius = min(reach, H - 1) if isinstance(H, int) else reach, min(reach, W - 1) if isinstance(W, int) else reach
-        window = Geometry((2 * radius[0] + 1, 2 * radius[1] + 1), (1, 1), radius, (1, 1))
-        taps: Tensor | None = None
+        kernel_size = 2 * radius[0] + 1, 2 * radius[1] + 1
+        position_logits: Tensor | None = None
         if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
             rows = self._along_window(self.appr_geom_fc_y, moved, radius[0])
             columns = self._along_window(self.appr_geom_fc_x, moved, radius[1])
-            taps = window_position_logits(rows, columns, H, W)
-        return Attention(content, content_key, value, by_key=by_key, taps=taps, window=window)
+            position_logits = window_position_logits(rows, columns, H, W)
+        if key_logits is not None:
+            content, content_key = as_content(key_logits)
+        return WindowLogits(content, content_key, value, position_logits, kernel_size, padding=radius)
 
     def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
@@ -282,11 +287,11 @@ class GeneralizedAttention2d(nn.Module):
         key: Tensor | None = None
         if self.query_conv is not None:
             x = to_channels_last(x)
-            query = self._scaled(split_heads(self.query_conv(_every(x, self.q_stride)), self.num_heads))
+            query = self._scaled(map_heads(self.query_conv(_every(x, self.q_stride)), self.num_heads))
         keys = to_channels_last(_every(x if context is None else context, self.kv_stride))
-        value = split_heads(self.value_conv(keys), self.num_heads)
+        value = map_heads(self.value_conv(keys), self.num_heads)
         if self.key_conv is not None:
-            key = split_heads(self.key_conv(keys), self.num_heads)
+            key = map_heads(self.key_conv(keys), self.num_heads)
         return query, key, value
 
     def _along_window(self, projection: nn.Linear, query: Tensor | None, radius: int) -> Tensor:

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..common.attention import Attention, Geometry, MapAttention
+from ..common.attention import MapAttention, attend
 from ..common.checks import check_map, check_window, odd_pair, one_of, pair, positive
-from .memory_format import in_format_of, split_heads, to_channels_last
+from ..common.logits import WindowLogits
+from .memory_format import in_format_of, map_heads, to_channels_last
 
 Activation = Literal["none", "relu"]
 
@@ -110,7 +111,9 @@ class LocalBilateralConv2d(MapAttention):
                 f"padding must be at most {centre}, dilation * (kernel_size - 1) / 2, so that a window's centre is on "
                 f"the map, got {padding!r}"
             )
-        self.geometry = Geometry(self.kernel_size, self.stride, self.padding, self.dilation)
+        self.window: dict[str, Any] = dict(
+            kernel_size=self.kernel_size, dilation=self.dilation, stride=self.stride, padding=self.padding
+        )
         self.first_centre = centre[0] - self.padding[0], centre[1] - self.padding[1]
         self.groups, self.iterations, self.shared = groups, iterations, shared
         self.content, self.geometric, self.activation = content, geometric, activation
@@ -130,7 +133,7 @@ class LocalBilateralConv2d(MapAttention):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
-        attended = self._attention(x).attend()
+        attended = attend(self._logits(x))
         return in_format_of(x, self.output(attended.permute(0, 1, 4, 2, 3).flatten(1, 2)))
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
@@ -145,25 +148,25 @@ class LocalBilateralConv2d(MapAttention):
         logits = super().attention_logits(x, queries)
         return {"geometric" if name == "position" else name: part for name, part in logits.items()}
 
-    def _attention(self, x: Tensor) -> Attention:
+    def _logits(self, x: Tensor) -> WindowLogits:
         """Compute refined queries, keys, values, and geometric logits (B, M, Hq, Wq, taps)."""
         check_map(x, self.in_channels, self.query)
         check_window("x", x, self.kernel_size, self.padding, self.dilation)
         x = to_channels_last(x)
         projected = self.query(x)
         M = self.num_heads
-        value = split_heads(projected if self.value is None else self.value(x), M)
-        key = split_heads(projected if self.key is None else self.key(x), M) if self.content else None
+        value = map_heads(projected if self.value is None else self.value(x), M)
+        key = map_heads(projected if self.key is None else self.key(x), M) if self.content else None
         centres = self._centres(projected)
-        logits: Tensor | None = None
+        position_logits: Tensor | None = None
         if self.position is not None:
-            logits = split_heads(self.position(centres), M)
+            position_logits = map_heads(self.position(centres), M)
         if key is None:
-            return Attention(None, None, value, taps=logits, window=self.geometry)
-        query = split_heads(centres, M)
+            return WindowLogits(None, None, value, position_logits, **self.window)
+        query = map_heads(centres, M)
         for _ in range(self.iterations - 1):
-            query = query + squash(Attention(query, key, key, window=self.geometry).attend())
-        return Attention(query, key, value, taps=logits, window=self.geometry)
+            query = query + squash(attend(WindowLogits(query, key, key, None, **self.window)))
+        return WindowLogits(query, key, value, position_logits, **self.window)
 
     def _centres(self, x: Tensor) -> Tensor:
         """Return the centre of every window."""

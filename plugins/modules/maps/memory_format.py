@@ -32,7 +32,7 @@ def to_channels_last(x: Tensor) -> Tensor:
     return in_memory_format(x, True)
 
 
-def split_heads(projected: Tensor, num_heads: int) -> Tensor:
+def map_heads(projected: Tensor, num_heads: int) -> Tensor:
     """View (B, M * d, H, W) as (B, M, H, W, d).
 
     In channels-last memory a projection is a plain GEMM, and its heads are views with a contiguous width.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.attention import Attention
 from ..common.checks import check_map
+from ..common.logits import MapLogits
 from .memory_format import in_format_of, to_channels_last
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .relative_tables import Position, RelativeTables
@@ -104,17 +104,17 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         attended = self.attended(self._embeddings(x)).squeeze(1).permute(0, 3, 1, 2)
         return x + in_format_of(x, self.out(attended))
 
-    def _attention(self, x: Tensor) -> Attention:
+    def _logits(self, x: Tensor) -> MapLogits:
         self.check_gaussian()
         return self._embeddings(x)
 
-    def _embeddings(self, x: Tensor) -> Attention:
+    def _embeddings(self, x: Tensor) -> MapLogits:
         """Compute queries (B, 1, H, W, ·), keys and values (B, 1, Hk, Wk, ·), and the logits of rows and columns."""
         check_map(x, self.in_channels, self.g)
         self.check_size(x)
         query, key, value = (t.permute(0, 2, 3, 1).unsqueeze(1) for t in self.projected(to_channels_last(x)))
         tables = self.table_logits(query, self.scale, key.shape[2:4], self.key_stride(query.shape[2:4]))
-        return Attention(query, key, value, *tables, scale=self.scale)
+        return MapLogits(query, key, value, *tables, scale=self.scale)
 
     def extra_repr(self) -> str:
         text = f"{self.in_channels}, reduction={self.reduction}, mode={self.mode!r}, position={self.position!r}"

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.common.axes import unflatten
-from ..common.attention import Attention
 from ..common.checks import check_fits, check_tensor
+from ..common.logits import MapLogits
+from ..common.weights import map_weights
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .zero_conv import ZeroConv1d, ZeroConv3d
 
@@ -68,13 +69,13 @@ class _NonLocalTokens(NonLocalBlock):
             ValueError: as in :meth:`forward`; a query lies outside ``x``; or the mode has no attention weights.
         """
         self.check_gaussian()
-        attention, size = self._embeddings(x), x.shape[2:]
+        logits, size = self._embeddings(x), x.shape[2:]
         chosen = None if queries is None else _in_a_row(queries, size, x.device)
-        maps = attention.map_weights((1, size.numel()), chosen)
+        maps = map_weights(logits, (1, size.numel()), chosen)
         key_size = [n // stride for n, stride in zip(size, self.key_stride(size))]
         return maps.reshape(x.shape[0], 1, *(size if queries is None else (len(queries),)), *key_size)
 
-    def _embeddings(self, x: Tensor) -> Attention:
+    def _embeddings(self, x: Tensor) -> MapLogits:
         """Compute queries, keys and values, (B, 1, 1, ·, d)."""
         check_tensor("x", x)
         if x.dim() != 2 + len(self.sub_sampling) or x.shape[1] != self.in_channels or 0 in x.shape[2:]:
@@ -84,7 +85,7 @@ class _NonLocalTokens(NonLocalBlock):
             )
         check_fits("x", x, self.g)
         query, key, value = map(_tokens, self.projected(x))
-        return Attention(query, key, value, scale=self.scale)
+        return MapLogits(query, key, value, scale=self.scale)
 
 
 class NonLocal1d(_NonLocalTokens):

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..common.attention import Attention
+from ..common.attention import attend
 from ..common.checks import one_of, positive
+from ..common.logits import MapLogits
 from ..common.untouched import has_global_hooks, untouched
 from .non_local_sums import dot_products, rectified_sums
 
@@ -99,11 +100,11 @@ class NonLocalBlock(nn.Module):
             key, value = self.pool(key, stride), self.pool(value, stride)
         return query, key, value
 
-    def attended(self, attention: Attention) -> Tensor:
+    def attended(self, logits: MapLogits) -> Tensor:
         """Compute 1 / C(x) Σ_j f(x_i, x_j) g(x_j), (B, 1, ·, ·, d) with the axes of the queries."""
         if "gaussian" in self.mode:
-            return attention.attend()
-        query, key, value = attention[:3]
+            return attend(logits)
+        query, key, value = logits[:3]
         assert query is not None
         assert key is not None
         q, k, v = query.flatten(1, 3), key.flatten(1, 3), value.flatten(1, 3)
@@ -111,8 +112,8 @@ class NonLocalBlock(nn.Module):
             attended = dot_products(q, k, v)
         elif has_global_hooks() or not untouched(self.concat_project, nn.Conv2d):
             pairs = q.unsqueeze(2).expand(-1, -1, k.shape[1], -1), k.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-            logits = self.concat_project(torch.cat(pairs, 3).permute(0, 3, 1, 2)).squeeze(1)
-            attended = logits.relu().div(k.shape[1]).to(v.dtype).matmul(v)
+            scores = self.concat_project(torch.cat(pairs, 3).permute(0, 3, 1, 2)).squeeze(1)
+            attended = scores.relu().div(k.shape[1]).to(v.dtype).matmul(v)
         else:
             of_query, of_key = self.concat_project.weight.view(2, self.width).unbind()
             attended = rectified_sums(q.matmul(of_query), k.matmul(of_key), v)

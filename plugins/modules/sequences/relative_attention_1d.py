@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...terms.clipped_distance import clipped_band, weights_by_distance
-from ..common.attention import Attention
+from ..common.attention import attend
 from ..common.checks import positive
+from ..common.logits import SequenceLogits
+from ..common.weights import mixed, weights_of
 from .self_attention import BandedSelfAttention
 
 
@@ -75,13 +77,13 @@ class RelativeSelfAttention(BandedSelfAttention):
             for table in () if tables is None else tables.unbind():
                 nn.init.xavier_uniform_(table)
 
-    def _attended(self, attention: Attention, dropout: float) -> Tensor:
+    def _attended(self, logits: SequenceLogits, dropout: float) -> Tensor:
         if self.value_table is None:
-            return attention.attend(dropout)
-        value = attention.value
-        weights = F.dropout(attention.weights().to(value.dtype), dropout)
-        by_distance = weights_by_distance(weights, self.max_distance, attention.start, self.causal)
-        return attention.mixed(weights) + by_distance.matmul(self.value_table.to(value.dtype))
+            return attend(logits, dropout)
+        value = logits.value
+        weights = F.dropout(weights_of(logits).to(value.dtype), dropout)
+        by_distance = weights_by_distance(weights, self.max_distance, logits.start, self.causal)
+        return mixed(logits, weights) + by_distance.matmul(self.value_table.to(value.dtype))
 
     def _band(
         self, x: Tensor, content: Tensor, S: int, start: int, key_padding_mask: Tensor | None

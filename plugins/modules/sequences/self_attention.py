@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..common.attention import Attention
+from ..common.attention import attend
 from ..common.checks import check_heads, check_padding_mask, check_sequence
+from ..common.logits import SequenceLogits
 from ..common.sequence_cache import SequenceCache, check_cache
 from .sequence_heads import SequenceAttention, split_heads
 
@@ -50,21 +51,21 @@ class BandedSelfAttention(SequenceAttention):
             ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: a tensor does not have the module's dtype.
         """
-        attention = self._attention(query, key_padding_mask=key_padding_mask, cache=cache)
+        logits = self._logits(query, key_padding_mask=key_padding_mask, cache=cache)
         if cache is not None:
             cache.steps += query.shape[1]
             if self.kept is not None:
                 cache.keep(self.kept)
-        output = self._attended(attention, self.dropout if self.training else 0.0)
+        output = self._attended(logits, self.dropout if self.training else 0.0)
         return self.out_proj(output.transpose(1, 2).flatten(2))
 
-    def _attended(self, attention: Attention, dropout: float) -> Tensor:
+    def _attended(self, logits: SequenceLogits, dropout: float) -> Tensor:
         """Compute the heads' weighted sums, (B, M, T, d)."""
-        return attention.attend(dropout)
+        return attend(logits, dropout)
 
-    def _attention(
+    def _logits(
         self, query: Tensor, *, key_padding_mask: Tensor | None = None, cache: SequenceCache | None = None
-    ) -> Attention:
+    ) -> SequenceLogits:
         check_sequence("query", query, self.embed_dim, self.out_proj)
         B, T, _ = query.shape
         check_padding_mask(key_padding_mask, B, T, query.device)
@@ -83,10 +84,9 @@ class BandedSelfAttention(SequenceAttention):
             key, value, key_padding_mask = cache.key, cache.value, cache.key_padding_mask
         S = value.shape[2]
         band, outside = self._band(query, content, S, S - T, key_padding_mask)
-        return Attention(
-            content, key, value, band=band, outside=outside, key_padding_mask=key_padding_mask, start=S - T,
-            causal=self.causal,
-        )  # fmt: skip
+        return SequenceLogits(
+            content, key, value, band, outside, causal=self.causal, key_padding_mask=key_padding_mask, start=S - T
+        )
 
     def _band(
         self, x: Tensor, content: Tensor, S: int, start: int, key_padding_mask: Tensor | None

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.common.axes import unflatten
-from ..common.attention import Attention
+from ..common.logits import SequenceLogits
 from ..common.sequence_cache import SequenceCache
+from ..common.weights import parts, sequence_logits, sequence_weights
 
 
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:
@@ -25,13 +26,13 @@ def split_heads(projected: Tensor, num_heads: int) -> Tensor:
 class SequenceAttention(nn.Module):
     """Base of attention modules on sequences: initial draws, and the weights and the logits for inspection."""
 
-    def _attention(self, *args: Any, **kwargs: Any) -> Attention:
+    def _logits(self, *args: Any, **kwargs: Any) -> SequenceLogits:
         """Check the arguments of ``forward`` and return what their attention adds up."""
         raise NotImplementedError
 
-    def _parts(self, *args: Any, **kwargs: Any) -> dict[str, Attention]:
+    def _parts(self, *args: Any, **kwargs: Any) -> dict[str, SequenceLogits]:
         """Return the attention by each term alone."""
-        return self._attention(*args, **kwargs).parts()
+        return parts(self._logits(*args, **kwargs))
 
     def reset_projections(self) -> None:
         """Draw linear layers by Glorot uniform initialisation, the inputs' as one matrix; zero the biases."""
@@ -64,7 +65,7 @@ class SequenceAttention(nn.Module):
             (B, M, T, S), or (B, M, Q, S) with ``queries``; S includes the keys of the cache.
         """
         cache = None if cache is None else dataclasses.replace(cache)
-        return self._attention(query, *source, cache=cache, **mask).sequence_weights(query.shape[1], queries)
+        return sequence_weights(self._logits(query, *source, cache=cache, **mask), query.shape[1], queries)
 
     @torch.no_grad()
     def attention_logits(
@@ -80,5 +81,5 @@ class SequenceAttention(nn.Module):
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
         cache = None if cache is None else dataclasses.replace(cache)
-        parts = self._parts(query, *source, cache=cache, **mask)
-        return {name: part.sequence_logits(query.shape[1], queries) for name, part in parts.items()}
+        found = self._parts(query, *source, cache=cache, **mask)
+        return {name: sequence_logits(part, query.shape[1], queries) for name, part in found.items()}

@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from ...terms.attention_type import parse_attention_type
 from ...terms.saliency import key_saliency
 from ...terms.sine_position import sine_encoding
-from ..common.attention import Attention, rotation
+from ..common.attention import attend
 from ..common.checks import check_heads, check_padding_mask, check_range, check_sequence
+from ..common.logits import SequenceLogits, as_content
 from ..common.sequence_cache import SequenceCache, check_cache
+from ..common.weights import rotation
 from .sequence_heads import SequenceAttention, split_heads
 
 _is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
@@ -139,8 +141,8 @@ class MultiheadSpatialAttention(SequenceAttention):
             ValueError: a shape, a device or a combination of arguments is invalid.
             TypeError: a tensor does not have the module's dtype.
         """
-        attention = self._attention(query, key, value, key_padding_mask=key_padding_mask, cache=cache)
-        output = attention.attend(self.dropout if self.training else 0.0)
+        logits = self._logits(query, key, value, key_padding_mask=key_padding_mask, cache=cache)
+        output = attend(logits, self.dropout if self.training else 0.0)
         output = self.out_proj(output.transpose(1, 2).flatten(2))
         if cache is not None:
             cache.steps += query.shape[1]
@@ -148,7 +150,7 @@ class MultiheadSpatialAttention(SequenceAttention):
                 cache.keep(self.attention_range // 2)
         return output.expand(-1, query.shape[1], -1)  # with ε3 alone, all queries have the same result
 
-    def _attention(
+    def _logits(
         self,
         query: Tensor,
         key: Tensor | None = None,
@@ -156,27 +158,27 @@ class MultiheadSpatialAttention(SequenceAttention):
         *,
         key_padding_mask: Tensor | None = None,
         cache: SequenceCache | None = None,
-    ) -> Attention:
+    ) -> SequenceLogits:
         """Compute ε1 + ε3 as a product, the band of ε2 + ε4, and without ε1 the logits of ε3."""
         keys = self._keys(query, key, value, key_padding_mask, cache)
         T, S = query.shape[1], keys.value.shape[2]
         projected = self._queries(query)
         band = self._band(projected, keys.value, T, S, keys.start, cache)
         content: Tensor | None = None
-        content_key, by_key, u = keys.key, None, self.content_bias
+        content_key, position_logits, u = keys.key, None, self.content_bias
         if self.terms.content:
             assert projected is not None
             content = projected if u is None else projected + self._scaled(u).unsqueeze(1)
         elif content_key is not None and u is not None:
-            by_key = key_saliency(content_key, self._scaled(u))
+            key_logits = key_saliency(content_key, self._scaled(u))
             if self.attention_range == -1:
-                content_key = None
-            else:  # the range needs a content term: write ε3 as a product with a query of 1
-                content = torch.ones_like(by_key[:, :, :1, None]).expand(-1, -1, T, -1)
-                content_key, by_key = by_key.unsqueeze(3), None
+                content_key, position_logits = None, key_logits.unsqueeze(2)
+            else:  # the range needs a content term
+                one, content_key = as_content(key_logits)
+                content = one[:, :, :1].expand(-1, -1, T, -1)
         if content is None and band is None and self.causal:
             band = keys.value.new_zeros(1, 1, 1, 1).expand(-1, -1, T, -1)  # zeros, to define the number of queries
-        return keys._replace(query=content, key=content_key, band=band, by_key=by_key)
+        return keys._replace(query=content, key=content_key, band_logits=band, position_logits=position_logits)
 
     def _parts(
         self,
@@ -186,24 +188,25 @@ class MultiheadSpatialAttention(SequenceAttention):
         *,
         key_padding_mask: Tensor | None = None,
         cache: SequenceCache | None = None,
-    ) -> dict[str, Attention]:
+    ) -> dict[str, SequenceLogits]:
         """Return the attention by each term alone, by its name in :class:`.AttentionTerms`."""
         keys = self._keys(query, key, value, key_padding_mask, cache)
         T = query.shape[1]
         reach = self._reach(T, keys.value.shape[2], keys.start)
         # A band of zeros defines the number of queries and which keys are in range.
-        taps = 1 if keys.outside is None else reach + 1 if self.causal else 2 * reach + 1
-        alone = keys._replace(key=None, band=keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1))
+        taps = 1 if keys.outside_logits is None else reach + 1 if self.causal else 2 * reach + 1
+        alone = keys._replace(key=None, band_logits=keys.value.new_zeros(1, 1, 1, taps).expand(-1, -1, T, -1))
         projected = self._queries(query)
-        parts: dict[str, Attention] = {}
+        parts: dict[str, SequenceLogits] = {}
         if self.terms.content:
             parts["content"] = alone._replace(query=projected, key=keys.key)
         if self.terms.content_position:
-            parts["content_position"] = alone._replace(band=self._band_of(projected, None, T, reach, cache))
+            parts["content_position"] = alone._replace(band_logits=self._band_of(projected, None, T, reach, cache))
         if self.content_bias is not None and keys.key is not None:
-            parts["saliency"] = alone._replace(by_key=key_saliency(keys.key, self._scaled(self.content_bias)))
+            key_logits = key_saliency(keys.key, self._scaled(self.content_bias))
+            parts["saliency"] = alone._replace(position_logits=key_logits.unsqueeze(2))
         if self.position_bias is not None:
-            parts["position"] = alone._replace(band=self._band_of(None, self.position_bias, T, reach, cache))
+            parts["position"] = alone._replace(band_logits=self._band_of(None, self.position_bias, T, reach, cache))
         return parts
 
     def _queries(self, query: Tensor) -> Tensor | None:
@@ -217,7 +220,7 @@ class MultiheadSpatialAttention(SequenceAttention):
         value: Tensor | None,
         key_padding_mask: Tensor | None,
         cache: SequenceCache | None,
-    ) -> Attention:
+    ) -> SequenceLogits:
         """Return keys, values and masks, with those of the cache, before any logit is added."""
         key = None if key is query else key
         value = None if value is query and key is None else value
@@ -242,9 +245,10 @@ class MultiheadSpatialAttention(SequenceAttention):
             if cache is not None:
                 cache.shift = shift
         outside = -math.inf if self.attention_range != -1 else None
-        return Attention(
-            None, keys, values, outside=outside, key_padding_mask=mask, start=start, causal=self.causal, shift=shift
-        )
+        return SequenceLogits(
+            None, keys, values, outside_logits=outside, causal=self.causal, key_padding_mask=mask, start=start,
+            shift=shift,
+        )  # fmt: skip
 
     def _projected(
         self, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, cache: SequenceCache | None

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.common.axes import unflatten
-from ..common.attention import Attention, Geometry
+from ..common.attention import attend
+from ..common.logits import MapLogits, SequenceLogits, WindowLogits, as_content
 from .grid_terms import Grid, GridTerms, pairs_of
 
 
@@ -48,7 +49,7 @@ class GridAttention(GridTerms):
             padding: (B, S), True for keys to leave out.
             mask: (T, S) or (B or 1, M or 1, T, S), bool (True leaves out) or added to the logits, which are then held
                 in memory.
-            dropout: See :meth:`.Attention.attend`.
+            dropout: See :func:`.attend`.
 
         Returns:
             (B, M, T or 1, dv); fully masked queries return zeros.
@@ -61,30 +62,41 @@ class GridAttention(GridTerms):
             or mask is not None
             or (prefix and padding is not None)
         ):
-            return self.pairs(x, q, k, v, grid, prefix, padding, mask).attend(dropout)
+            return attend(self.written_out(x, q, k, v, grid, prefix, padding, mask), dropout)
         if prefix:
-            query, key, by_key = self._content(q[:, :, :prefix], k)
-            of_prefix = Attention(query, key, v, by_key=by_key).attend().expand(-1, -1, prefix, -1)
-            of_grid = self._behind_prefix(q, k, v, grid, prefix).attend().expand(-1, -1, *grid, -1)
+            of_prefix = attend(self._sequence(q[:, :, :prefix], k, v, None)).expand(-1, -1, prefix, -1)
+            of_grid = attend(self._behind_prefix(q, k, v, grid, prefix)).expand(-1, -1, *grid, -1)
             return torch.cat((of_prefix, of_grid.flatten(2, 3)), 2)
         keys = grid if self.needs_grid else (1, k.shape[2])
-        attention = self._of_grid(x, unflatten(q, 2, grid), unflatten(k, 2, keys), unflatten(v, 2, keys), padding)
-        return attention.attend().flatten(2, 3)
+        logits = self._of_grid(x, unflatten(q, 2, grid), unflatten(k, 2, keys), unflatten(v, 2, keys), padding)
+        return attend(logits).flatten(2, 3)
 
-    def _of_grid(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> Attention:
+    def _of_grid(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None) -> MapLogits | WindowLogits:
         """Return the attention of maps (B, M, H, W, d) to all keys, or to those in range."""
         keys = v.shape[2], v.shape[3]
-        query, key, by_key = self._content(q, k)
+        query, key, key_logits = self._content(q, k)
         if self.radius is not None:
-            taps, sides = self.tap_logits(x, q, keys, padding)
-            return Attention(query, key, v, by_key=by_key, taps=taps, window=Geometry.around(sides))
+            position_logits, kernel_size = self.window_logits(x, q, keys, padding)
+            if key_logits is not None:
+                query, key = as_content(key_logits)
+            return WindowLogits(query, key, v, position_logits, kernel_size)
         row, column = self.axis_logits(q, keys)
         if padding is not None:
-            by_key = q.new_zeros(1) if by_key is None else by_key
-            by_key = by_key.masked_fill(padding.view(-1, 1, *keys), -math.inf)
-        return Attention(query, key, v, row, column, by_key)
+            key_logits = q.new_zeros(1) if key_logits is None else key_logits
+            key_logits = key_logits.masked_fill(padding.view(-1, 1, *keys), -math.inf)
+        return MapLogits(query, key, v, row, column, key_logits)
 
-    def _behind_prefix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> Attention:
+    def _sequence(
+        self, q: Tensor, k: Tensor, v: Tensor, position_logits: Tensor | None, padding: Tensor | None = None
+    ) -> SequenceLogits:
+        """Return the attention of tokens by content and saliency, with position logits of all pairs."""
+        query, key, key_logits = self._content(q, k)
+        if key_logits is not None:
+            of_keys = key_logits.unsqueeze(2)
+            position_logits = of_keys if position_logits is None else position_logits + of_keys
+        return SequenceLogits(query, key, v, position_logits=position_logits, key_padding_mask=padding)
+
+    def _behind_prefix(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> MapLogits:
         """Return the attention of the grid's queries to all keys."""
         on_grid = unflatten(q[:, :, prefix:], 2, grid)
         axes = zip(self.axis_logits(on_grid, grid), self.range_logits(grid, q))
@@ -95,9 +107,9 @@ class GridAttention(GridTerms):
             query = u.expand(q.shape[0], -1, *grid, -1) if query is None else query + u
         key, prefix_key = (None, None) if query is None else (unflatten(k[:, :, prefix:], 2, grid), k[:, :, :prefix])
         value, prefix_value = unflatten(v[:, :, prefix:], 2, grid), v[:, :, :prefix]
-        return Attention(query, key, value, row, column, prefix_key=prefix_key, prefix_value=prefix_value)
+        return MapLogits(query, key, value, row, column, prefix_key=prefix_key, prefix_value=prefix_value)
 
-    def pairs(
+    def written_out(
         self,
         x: Tensor,
         q: Tensor,
@@ -107,21 +119,20 @@ class GridAttention(GridTerms):
         prefix: int,
         padding: Tensor | None = None,
         mask: Tensor | None = None,
-    ) -> Attention:
+    ) -> SequenceLogits:
         """Return the attention of :meth:`attend` with position logits and masks of all pairs in memory."""
-        query, key, by_key = self._content(q, k)
-        pair = None
+        logits: Tensor | None = None
         if self.needs_grid:
             real = None if padding is None else padding[:, prefix:]
-            pair = self.pair_logits(x[:, prefix:], q[:, :, prefix:], grid, real)
-        if pair is not None and prefix:  # 0 for tokens without a position
-            pair = F.pad(pair, (prefix, 0, prefix, 0))
+            logits = self.sequence_logits(x[:, prefix:], q[:, :, prefix:], grid, real)
+        if logits is not None and prefix:  # 0 for tokens without a position
+            logits = F.pad(logits, (prefix, 0, prefix, 0))
         if mask is not None:
-            pair = q.new_zeros(1, 1, 1, 1) if pair is None else pair
-            pair = pair.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else pair + mask.to(q.dtype)
-        if query is None and pair is None:  # a logit for each query, whose weights are dropped separately
-            pair = q.new_zeros(1).expand(1, 1, q.shape[2], v.shape[2])
-        return Attention(query, key, v, by_key=by_key, pair=pair, key_padding_mask=padding)
+            logits = q.new_zeros(1, 1, 1, 1) if logits is None else logits
+            logits = logits.masked_fill(mask, -math.inf) if mask.dtype == torch.bool else logits + mask.to(q.dtype)
+        if logits is None and not self.terms.content:  # a logit for each query, whose weights are dropped separately
+            logits = q.new_zeros(1).expand(1, 1, q.shape[2], v.shape[2])
+        return self._sequence(q, k, v, logits, padding)
 
     def term_logits(
         self,

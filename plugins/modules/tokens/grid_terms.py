@@ -161,7 +161,7 @@ class GridTerms(nn.Module):
         rows, columns = (shared_axis_window(n, n, self.radius, 1, 1, like.device, like.dtype) for n in grid)
         return rows[None, None, :, None], columns[None, None, None]
 
-    def pair_logits(
+    def sequence_logits(
         self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None, seen: Tensor | None = None
     ) -> Tensor | None:
         """Sum all position logits and the range of all pairs: (B or 1, M or 1, N, N), or None.
@@ -201,7 +201,7 @@ class GridTerms(nn.Module):
             counted = counted & seen
         return self._smoothed(realign(self._predicted(x), index), counted)
 
-    def tap_logits(
+    def window_logits(
         self, x: Tensor, q: Tensor, grid: Grid, padding: Tensor | None, reach: Grid | None = None
     ) -> tuple[Tensor | None, Grid]:
         """Sum all position logits for the taps of the window that keys are limited to, -inf at padding.
@@ -220,8 +220,8 @@ class GridTerms(nn.Module):
             assert self.radius is not None
             reach = self.radius, self.radius
         H, W = grid
-        radius = tuple(min(r, n - 1) if isinstance(n, int) else r for r, n in zip(reach, grid))  # r where n is symbolic
-        taps = 2 * radius[0] + 1, 2 * radius[1] + 1
+        ry, rx = (min(r, n - 1) if isinstance(n, int) else r for r, n in zip(reach, grid))  # r where n is symbolic
+        radius, taps = (ry, rx), (2 * ry + 1, 2 * rx + 1)
         logits: Tensor | None = None
         if self.row_table is not None and self.column_table is not None:
             moved = self._position_query(q)

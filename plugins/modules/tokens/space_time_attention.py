@@ -15,9 +15,11 @@ from torch.nn import functional as F
 
 from ...ops import global_attention, sequence_attention
 from ...ops.common.axes import unflatten
-from ..common.attention import Attention
+from ..common.attention import attend
 from ..common.checks import check_heads, check_sequence, one_of
+from ..common.logits import SequenceLogits
 from ..common.untouched import drops, untouched
+from ..common.weights import weights_of
 from .space_time_regions import ClipGrid, Region, grouped, ungrouped
 
 Pattern = Literal["space", "joint", "divided", "local_global", "axial"]
@@ -229,7 +231,7 @@ class RegionAttention(nn.Module):
         qkv = self.qkv(x)
         parts = grouped(unflatten(qkv[:, prefix:], 1, grid), self.region)
         heads = (self._heads(part, qkv[:, :prefix]) for part in parts)
-        weights = [Attention(q, k, v, scale=float(q.shape[3]) ** -0.5).weights() for q, k, v in heads]
+        weights = [weights_of(SequenceLogits(q, k, v, scale=float(q.shape[3]) ** -0.5)) for q, k, v in heads]
         return [unflatten(groups, 0, part.shape[:2]) for groups, part in zip(weights, parts)]
 
     def _attend(self, groups: Tensor, prefix: Tensor) -> Tensor:
@@ -237,7 +239,7 @@ class RegionAttention(nn.Module):
         q, k, v = self._heads(groups, prefix)
         scale, L = float(q.shape[3]) ** -0.5, q.shape[2]  # a tensor while traced
         if not untouched(self.attn_drop, nn.Dropout):
-            output = Attention(q, k, v, scale=scale).attend(self.attn_drop)
+            output = attend(SequenceLogits(q, k, v, scale=scale), self.attn_drop)
         elif drops(self.attn_drop):
             output = F.scaled_dot_product_attention(q, k, v, dropout_p=self.attn_drop.p, scale=scale)
         elif L <= _SHORT and not q.is_cuda:

@@ -57,7 +57,7 @@ class _Reorder(torch.autograd.Function):
         return reorder(grad, back, order), None, None
 
 
-def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def grouped_qkv(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Split the projection of windows into groups, and each into queries, keys and values of heads.
 
     Args:
@@ -69,7 +69,7 @@ def split_heads(projected: Tensor, sizes: Sequence[int], num_heads: int) -> list
         Three views (size, M, N, d) for each group.
     """
     if _differentiates(projected):
-        views = _SplitHeads.apply(projected, list(sizes), num_heads)
+        views = _GroupedQKV.apply(projected, list(sizes), num_heads)
     else:
         views = _views(projected, sizes, num_heads)
     return [(views[i], views[i + 1], views[i + 2]) for i in range(0, len(views), 3)]
@@ -81,8 +81,8 @@ def _views(projected: Tensor, sizes: Sequence[int], num_heads: int) -> tuple[Ten
     return tuple(view for part in heads.split(list(sizes), 1) for view in part.unbind(0))
 
 
-class _SplitHeads(torch.autograd.Function):
-    """The views of :func:`split_heads`, with their gradients written into one tensor."""
+class _GroupedQKV(torch.autograd.Function):
+    """The views of :func:`grouped_qkv`, with their gradients written into one tensor."""
 
     @staticmethod
     def forward(ctx: Any, projected: Tensor, sizes: list[int], num_heads: int) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ class _SplitHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        join = _JoinHeads.apply if _differentiates(*grads) else _joined
+        join = _JoinedQKV.apply if _differentiates(*grads) else _joined
         return join(ctx.sizes, ctx.num_heads, *grads), None, None
 
 
@@ -108,8 +108,8 @@ def _joined(sizes: Sequence[int], num_heads: int, *parts: Tensor) -> Tensor:
     return joined
 
 
-class _JoinHeads(torch.autograd.Function):
-    """The transpose of :class:`_SplitHeads`."""
+class _JoinedQKV(torch.autograd.Function):
+    """The transpose of :class:`_GroupedQKV`."""
 
     @staticmethod
     def forward(ctx: Any, sizes: list[int], num_heads: int, *parts: Tensor) -> Tensor:
@@ -118,5 +118,5 @@ class _JoinHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        split = _SplitHeads.apply if _differentiates(grad) else _views
+        split = _GroupedQKV.apply if _differentiates(grad) else _views
         return None, None, *split(grad, ctx.sizes, ctx.num_heads)

@@ -16,11 +16,13 @@ from ...ops.common.axes import unflatten
 from ...terms.cosine_scale import cosine_operands
 from ...terms.nonlocal_position import Outside, Smoothing
 from ...terms.position_table import table_logits, tap_logits
-from ..common.attention import Attention, Geometry
+from ..common.attention import attend
 from ..common.checks import check_fits, check_heads, check_tensor, one_of, pair
+from ..common.logits import Logits, MapLogits, SequenceLogits, WindowLogits
+from ..common.weights import map_weights, parts
 from .grid_terms import GridTerms
 from .windows import (
-    Attend,
+    Fill,
     Pair,
     Project,
     TableAttention,
@@ -207,9 +209,9 @@ class WindowSelfAttention(GridTerms):
         self._check(x)
         dropout = self._dropout()
         if self.window == "centred":
-            return self.proj(self._centred(x).attend(dropout).permute(0, 2, 3, 1, 4).flatten(3))
-        attend = self._attention(by_axes=dropout == 0)
-        return self.proj(in_windows(x, *self._windows(), attend, lambda attention: attention.attend(dropout)))
+            return self.proj(attend(self._centred(x), dropout).permute(0, 2, 3, 1, 4).flatten(3))
+        fill = self._fill(by_axes=dropout == 0)
+        return self.proj(in_windows(x, *self._windows(), fill, lambda logits: attend(logits, dropout)))
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, without dropout, in O(N²) memory without ``queries``.
@@ -229,8 +231,8 @@ class WindowSelfAttention(GridTerms):
         """
         self._check(x)
         if self.window == "centred":
-            return self._centred(x).map_weights(x.shape[1:3], queries)
-        return window_maps(x, *self._windows(), self._attention(by_axes=False), queries)
+            return map_weights(self._centred(x), x.shape[1:3], queries)
+        return window_maps(x, *self._windows(), self._fill(by_axes=False), queries)
 
     def attention_parts(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the softmax of each term's own logits; arguments as in :meth:`attention_maps`.
@@ -241,18 +243,18 @@ class WindowSelfAttention(GridTerms):
         """
         self._check(x)
         if self.window == "centred":
-            parts = self._centred(x).parts()
-            if len(parts) < 2:
+            found = parts(self._centred(x))
+            if len(found) < 2:
                 return {}
             return {
-                "positions" if name == "position" else name: part.map_weights(x.shape[1:3], queries)
-                for name, part in parts.items()
+                "positions" if name == "position" else name: map_weights(part, x.shape[1:3], queries)
+                for name, part in found.items()
             }
         if self.position_kind == "none":
             return {}
         table = self.position_logits()
 
-        def parts_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Attention]:
+        def parts_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Logits]:
             q, k = self._operands(q, k)
             terms = self.relative_terms(unflatten(q, 2, self.window_size), self.window_size)
             if table is not None:
@@ -260,8 +262,9 @@ class WindowSelfAttention(GridTerms):
             predicted = self.predicted_logits(tokens, self.window_size, None, None if mask is None else mask == 0)
             if predicted is not None:
                 terms["predicted"] = predicted
-            parts = {name: Attention(None, None, v, pair=masked(logits, mask, q)) for name, logits in terms.items()}
-            return {"content": Attention(q, k, v, pair=masked(None, mask, q)), **parts}
+            positions = {name: masked(logits, mask, q) for name, logits in terms.items()}
+            alone = {name: SequenceLogits(None, None, v, position_logits=logits) for name, logits in positions.items()}
+            return {"content": SequenceLogits(q, k, v, position_logits=masked(None, mask, q)), **alone}
 
         return window_parts(x, *self._windows(), parts_of, queries)
 
@@ -275,7 +278,7 @@ class WindowSelfAttention(GridTerms):
         return None if table is None else table_logits(table, self.window_size)
 
     def _dropout(self) -> nn.Module | float:
-        """Return the dropout of the weights now; see :meth:`.Attention.attend`."""
+        """Return the dropout of the weights now; see :func:`.attend`."""
         return self.dropout if self.training else 0.0
 
     def _check(self, x: Tensor) -> None:
@@ -302,7 +305,7 @@ class WindowSelfAttention(GridTerms):
             return predicted_table(self.cpb_mlp, self.window_size, self.pretrained_window_size, self.logit_scale)
         return self.relative_position_bias_table
 
-    def _attention(self, by_axes: bool) -> Attend:
+    def _fill(self, by_axes: bool) -> Fill:
         """Return what attention in a partition's windows adds up; ε2 + ε4 alone by rows and columns if ``by_axes``."""
         table = self.position_logits()
         if self.gate is None:
@@ -311,35 +314,35 @@ class WindowSelfAttention(GridTerms):
         by_axes = by_axes and table is None and self.predictor is None
         h, w = window = self.window_size
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Attention:
+        def fill(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Logits:
             q, k = self._operands(q, k)
             if not by_axes:
-                pair = self.pair_logits(tokens, q, window, None, None if mask is None else mask == 0)
+                logits = self.sequence_logits(tokens, q, window, None, None if mask is None else mask == 0)
                 if table is not None:
-                    pair = table.unsqueeze(0) if pair is None else table + pair
-                return Attention(q, k, v, pair=masked(pair, mask, q))
+                    logits = table.unsqueeze(0) if logits is None else table + logits
+                return SequenceLogits(q, k, v, position_logits=masked(logits, mask, q))
             q, k, v = (unflatten(tokens, 2, window) for tokens in (q, k, v))
             rows, columns = self.axis_logits(q, window)
             if mask is not None and rows is not None and columns is not None:
                 mask = mask.to(q.dtype).view(h, w, h, w)  # a sum of row and column masks
                 rows, columns = rows + mask[:, 0, :, 0].unsqueeze(1), columns + mask[0, :, 0, :]
-            return Attention(q, k, v, rows, columns)
+            return MapLogits(q, k, v, rows, columns)
 
-        return attend
+        return fill
 
-    def _centred(self, x: Tensor) -> Attention:
+    def _centred(self, x: Tensor) -> WindowLogits:
         """Return what attention in centred windows adds up."""
         H, W = x.shape[1:3]
         q, k, v = unflatten(self._project(x), 3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self._operands(q, k)
         radius = self.radius if self.radius is not None else max(self.window_size)
         reach = min(self.window_size[0] // 2, radius), min(self.window_size[1] // 2, radius)
-        taps, sides = self.tap_logits(x.flatten(1, 2), q, (H, W), None, reach)
+        logits, kernel_size = self.window_logits(x.flatten(1, 2), q, (H, W), None, reach)
         table = self._offset_table()
         if table is not None:
-            of_table = tap_logits(table, self.window_size, sides)[None, :, None, None].expand(-1, -1, H, W, -1)
-            taps = of_table if taps is None else taps + of_table
-        return Attention(q, k, v, taps=taps, window=Geometry.around(sides))
+            of_table = tap_logits(table, self.window_size, kernel_size)[None, :, None, None].expand(-1, -1, H, W, -1)
+            logits = of_table if logits is None else logits + of_table
+        return WindowLogits(q, k, v, logits, kernel_size)
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, {self.num_heads}, window_size={self.window_size}, shift_size={self.shift_size}"

@@ -19,14 +19,16 @@ from ...terms.log_positions import bounded_logits, log_coordinates
 from ...terms.position_table import table_logits
 from ...terms.remembered import remembered
 from ...terms.window import shifted_window_masks, shifted_window_segments
-from ..common.attention import Attention, checked_queries
+from ..common.attention import attend
+from ..common.logits import Logits, SequenceLogits
 from ..common.untouched import has_global_hooks, untouched
-from .token_moves import inverse, reorder, split_heads
+from ..common.weights import checked_queries, parts, weights_of
+from .token_moves import grouped_qkv, inverse, reorder
 
 Pair = tuple[int, int]
 Project = Callable[[Tensor], Tensor]  # (n, N, C) -> (n, N, 3 * M * d)
 # From query, key, value (n, M, N, d), the windows' mask (N, N) or None, and their tokens (n, N, C).
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Attention]
+Fill = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor], Logits]
 
 
 def in_windows(
@@ -35,13 +37,13 @@ def in_windows(
     shift: Pair,
     num_heads: int,
     project: Project,
-    attend: Attend,
-    result: Callable[[Attention], Tensor] = Attention.attend,
+    fill: Fill,
+    result: Callable[[Any], Tensor] = attend,
 ) -> Tensor:
     """Attend from every token of a map to the tokens of its window.
 
     The map is rolled by -shift, then padded at the bottom and the right to whole windows, in timm's order. It is padded
-    with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``attend`` is called
+    with zeros before the projection, so padding tokens are keys too, with the projection's biases. ``fill`` is called
     once for all windows that share a mask, or, if it is a :class:`TableAttention`, for all windows.
 
     Args:
@@ -50,7 +52,7 @@ def in_windows(
         shift: Rows and columns, each less than the window's.
         num_heads: M.
         project: Function from tokens to queries, keys and values, in this order.
-        attend: What attention in windows that share a mask adds up.
+        fill: What attention in windows that share a mask adds up.
         result: Function from that to (n, M, N, width), or N as a grid: the weighted sums of values.
 
     Returns:
@@ -66,18 +68,19 @@ def in_windows(
         x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
         x = F.pad(x, (0, 0, 0, right, 0, below))
     rolled = (0, 0) if padded else shift
-    at_once = any(shift) and isinstance(attend, TableAttention)
-    sizes, order, back = _window_order(B, (nH, nW), window, rolled, (0, 0) if at_once else shift, x.device)
+    at_once = fill if any(shift) and isinstance(fill, TableAttention) else None
+    sizes, order, back = _window_order(B, (nH, nW), window, rolled, shift if at_once is None else (0, 0), x.device)
     tokens = reorder(x.reshape(-1, C), order, back).view(-1, h * w, C)
-    heads = split_heads(project(tokens), sizes, num_heads)  # one product for all groups
-    if at_once:
+    heads = grouped_qkv(project(tokens), sizes, num_heads)  # one product for all groups
+    filled: list[Any]
+    if at_once is not None:
         segments = shifted_window_segments((nH, nW), window, shift, x.device)
-        attentions = [attend(*heads[0], None, tokens)._replace(segment_ids=segments)]
+        filled = [at_once(*heads[0], None, tokens)._replace(segment_ids=segments)]
     else:
         masks = shifted_window_masks((nH, nW), window, shift, x.device, x.dtype) if any(shift) else [None]
         groups = zip(heads, masks, tokens.split(sizes))
-        attentions = [attend(q, k, v, mask, part) for (q, k, v), mask, part in groups]
-    attended = [result(attention).flatten(2, -2).transpose(1, 2).flatten(2) for attention in attentions]
+        filled = [fill(q, k, v, mask, part) for (q, k, v), mask, part in groups]
+    attended = [result(logits).flatten(2, -2).transpose(1, 2).flatten(2) for logits in filled]
     width = attended[0].shape[2]
     joined = reorder(_cat(attended, 0).reshape(-1, width), back, order).view(B, nH * h, nW * w, width)
     if padded:
@@ -108,7 +111,7 @@ def _window_order(
 class TableAttention:
     """Attention with the same position logits in all windows, apart from the masks of shifted ones.
 
-    It is an argument ``attend`` of :func:`in_windows`.
+    It is an argument ``fill`` of :func:`in_windows`.
 
     Args:
         logits: (M, N, N), or None.
@@ -120,15 +123,17 @@ class TableAttention:
         self.logits = None if logits is None else logits.unsqueeze(0)
         self.scale, self.logit_scale = scale, logit_scale
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> Attention:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> SequenceLogits:
         if self.logit_scale is not None:
             q, k = cosine_operands(q, k, self.logit_scale)
-        return Attention(q, k, v, pair=masked(self.logits, mask, q), scale=self.scale)
+        return SequenceLogits(q, k, v, position_logits=masked(self.logits, mask, q), scale=self.scale)
 
-    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Attention]:
+    def parts(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tokens: Tensor) -> dict[str, Logits]:
         """Return the attention by content alone and by ``logits`` alone, for :func:`window_parts`."""
-        parts = self(q, k, v, None, tokens).parts()
-        return {name: part._replace(pair=masked(part.pair, mask, q)) for name, part in parts.items()}
+        found = parts(self(q, k, v, None, tokens))
+        return {
+            name: part._replace(position_logits=masked(part.position_logits, mask, q)) for name, part in found.items()
+        }
 
 
 def masked(logits: Tensor | None, mask: Tensor | None, like: Tensor) -> Tensor | None:
@@ -191,9 +196,9 @@ def window_maps(
     shift: Pair,
     num_heads: int,
     project: Project,
-    attend: Attend,
+    fill: Fill,
     queries: Tensor | None = None,
-    result: Callable[[Attention], Tensor] = Attention.weights,
+    result: Callable[[Any], Tensor] = weights_of,
 ) -> Tensor:
     """Compute the ``attention_maps`` of windows: weights on the whole map, 0 outside the query's window.
 
@@ -213,12 +218,12 @@ def window_maps(
     """
     H, W = x.shape[1:3]
     N = window[0] * window[1]
-    weights = unflatten(in_windows(x, window, shift, num_heads, project, attend, result), 3, (-1, N)).flatten(1, 2)
+    weights = unflatten(in_windows(x, window, shift, num_heads, project, fill, result), 3, (-1, N)).flatten(1, 2)
     # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
     numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
     places = in_windows(
-        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: Attention(q, k, v),
-        lambda attention: attention.value.mT.expand(-1, -1, N, -1),
+        numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: SequenceLogits(q, k, v),
+        lambda logits: logits.value.mT.expand(-1, -1, N, -1),
     )  # fmt: skip
     index = places.long().view(1, H * W, 1, N)
     if queries is not None:
@@ -235,23 +240,20 @@ def window_parts(
     shift: Pair,
     num_heads: int,
     project: Project,
-    parts: Callable[..., dict[str, Attention]],
+    fill: Callable[..., dict[str, Logits]],
     queries: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Compute the softmax of each term's own logits, by name; ``parts`` returns them instead of ``attend``.
+    """Compute the softmax of each term's own logits, by name; ``fill`` returns what each adds up.
 
     Other arguments and results are those of :func:`window_maps`.
     """
     names: list[str] = []
 
-    def attend(*operands: Any) -> Any:
-        return parts(*operands)
+    def result(filled: dict[str, Logits]) -> Tensor:
+        names[:] = filled
+        return torch.cat([weights_of(logits) for logits in filled.values()], 3)
 
-    def result(attentions: Any) -> Tensor:
-        names[:] = attentions
-        return torch.cat([attention.weights() for attention in attentions.values()], 3)
-
-    maps = window_maps(x, window, shift, num_heads, project, attend, queries, result)
+    maps = window_maps(x, window, shift, num_heads, project, fill, queries, result)  # type: ignore[arg-type]
     return dict(zip(names, unflatten(maps, 1, (num_heads, -1)).unbind(2)))
 
 

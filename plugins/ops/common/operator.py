@@ -36,6 +36,7 @@ _SCHEMA_TYPES: dict[Any, str] = {
     bool: "bool",
     int: "SymInt",
     float: "float",
+    str: "str",
     Sequence[int]: "int[]",
     list[int]: "int[]",
     Sequence[torch.SymInt]: "SymInt[]",
@@ -52,7 +53,7 @@ class Operator:
     Args:
         name: In ``torch.ops.attn_plugins``.
         terms: A ``NamedTuple`` of the tensors that have gradients, each ``Tensor`` or ``Tensor | None``.
-        options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``Sequence[int]``,
+        options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``str``, ``Sequence[int]``,
             ``Sequence[SymInt]`` for sizes, or a tensor without a gradient.
         results: Names of the results, the output first. The others are what the forward keeps for the backward.
         keeps: Names of the results that the backward gets.

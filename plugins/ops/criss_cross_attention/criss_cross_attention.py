@@ -1,7 +1,7 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
-them. It is computed as batched matrix products around one softmax, on any device (``torch``), or by Triton kernels
+them. It is computed as batched matrix products around one softmax, on any device (``eager``), or by Triton kernels
 (``triton``).
 """
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
 from ..common.operator import Operator
-from . import reference, triton
-from . import torch as plain
+from . import eager, reference, triton
 from .operands import Options, Terms
 
 
@@ -100,10 +99,10 @@ def _definition(terms: Terms, options: Options) -> Tensor:
 def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
     value = terms.value
-    output = plain.empty(value, value.shape[4])
+    output = eager.empty(value, value.shape[4])
     if options.recompute:
         return output, value.new_empty(0), value.new_empty(value.shape[:4], dtype=arithmetic_dtype(value.dtype))
-    return output, plain.scratch_of_weights(value, value.dtype), value.new_empty(0)
+    return output, eager.scratch_of_weights(value, value.dtype), value.new_empty(0)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
@@ -112,7 +111,7 @@ def _gradient(name: str, term: Tensor) -> Tensor:
         gradient = torch.empty_like(term)
         if gradient.stride(-1) == 1:  # it is not for some overlapping views
             return gradient
-    return plain.empty(term, term.shape[-1])
+    return eager.empty(term, term.shape[-1])
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
@@ -138,7 +137,7 @@ ATTEND = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=_definition,
-    table=[triton.BACKEND, plain.BACKEND],
+    table=[triton.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
     backward_operations=_backward_operations,
     nothing=0.0,

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
+from .eager import empty, packed
 from .operands import Options, Terms
-from .torch import empty, packed
 
 WIDEST = 256  # width of query and key: a program holds them whole
 _SMALLEST = 16  # block

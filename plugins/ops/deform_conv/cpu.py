@@ -1,36 +1,15 @@
-"""Call the compiled kernels of deformable convolution of ``csrc/deform_conv/cpu.cpp``; those on CUDA take the same."""
+"""Deformable convolution by the kernels of ``csrc/deform_conv/cpu.cpp``."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ..common import library
-from ..common.backends import Backend, Gradients
+from ..common.backends import Backend
+from .kernels import backward, forward
 from .operands import Options, Terms
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
     return library.refusal(terms.input.device, "cpu")
-
-
-def forward(terms: Terms, options: Options) -> Tensor:
-    return torch.ops.attn_plugins.deform_conv2d_forward_kernel(*terms, *options)
-
-
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
-    """Return the needed gradients; those of offset and mask are computed together."""
-    input, offset, weight, bias, mask = terms
-    samples = needs["offset"] or needs["mask"]
-    grads: Gradients = {}
-    if needs["input"] or samples or needs["weight"]:
-        computed = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
-            grad_output, input, offset, weight, mask, *options, needs["input"], samples, needs["weight"]
-        )
-        grads = dict(zip(("input", "offset", "weight", "mask"), computed))
-    if needs["bias"] and bias is not None:
-        grads["bias"] = grad_output.sum((0, 2, 3))
-    return {name: grad for name, grad in grads.items() if needs[name]}
 
 
 BACKEND = Backend("cpu", refuses, forward, backward, allocates=True)

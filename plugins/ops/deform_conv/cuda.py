@@ -1,10 +1,10 @@
-"""Call the CUDA kernels of deformable convolution (``csrc/deform_conv/cuda.cu``)."""
+"""Deformable convolution by the kernels of ``csrc/deform_conv/cuda.cu``."""
 
 from __future__ import annotations
 
 from ..common import library
 from ..common.backends import Backend
-from .cpu import backward, forward
+from .kernels import backward, forward
 from .operands import Options, Terms
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..common.arguments import check_dim, check_tensors, expand
 from ..common.operator import Operator
-from . import cpu, cuda
-from . import torch as plain
+from . import cpu, cuda, eager
 from .operands import Options, Terms
 
 
@@ -161,14 +160,14 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor]:
     """Return an uninitialised output."""
     input, offset, weight, *_ = terms
     shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
-    layout = plain.memory_format(input)
+    layout = eager.memory_format(input)
     return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=layout),)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
     """Return an uninitialised gradient in the kernels' memory format."""
     if name == "input":
-        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=plain.memory_format(term))
+        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=eager.memory_format(term))
     return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
 
 
@@ -192,8 +191,8 @@ CONVOLVE = Operator(
     ("output",),
     fake=_results,
     fake_gradient=_gradient,
-    reference=plain.forward,
-    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    reference=eager.forward,
+    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
     shared=("weight", "bias"),

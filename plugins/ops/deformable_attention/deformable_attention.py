@@ -12,8 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
 from ..common.gradients import is_compiling
 from ..common.operator import Operator
-from . import cpu, cuda, reference
-from . import torch as plain
+from . import cpu, cuda, eager, reference
 from .operands import Options, Terms
 
 
@@ -180,7 +179,7 @@ ATTEND = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=reference.deformable_attention,
-    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
     cast=("value",),

@@ -6,7 +6,7 @@ The arguments decide which of five ways computes it:
     * PyTorch's fused attention, with all terms folded into its dot product (``sdpa``): on CUDA for calls that
       Triton refuses, up to 256 channels of all folded terms; on CPUs for wide content alone;
     * one compiled pass over blocks of queries (``cpu``): on CPUs otherwise;
-    * plain PyTorch over chunks of queries (``torch``): everything else.
+    * plain PyTorch over chunks of queries (``eager``): everything else.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_te
 from ..common.backends import closed_form
 from ..common.operator import Operator, counts_of_products, under_autocast
 from ..common.softmax import masked_softmax
-from . import cpu, reference, sdpa, triton
-from . import torch as plain
+from . import cpu, eager, reference, sdpa, triton
 from .operands import Options, Terms
 from .prefix import with_prefix
 
@@ -180,6 +179,6 @@ ATTEND = Operator(
     keeps=("output", "log_sum_exp"),
     fake=_results,
     reference=lambda terms, options: reference.global_attention(*terms, *options),
-    table=[triton.BACKEND, sdpa.BACKEND, cpu.BACKEND, plain.BACKEND],
+    table=[triton.BACKEND, sdpa.BACKEND, cpu.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
 )

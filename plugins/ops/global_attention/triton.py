@@ -70,8 +70,9 @@ SMALLER_FLOAT_BLOCKS = {
     ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
 }
-_OF_KEYS = ("key", "value", "near", "grad_key", "grad_value", "grad_near")  # the other tensors are of queries
-_LOGITS = ("row", "column", "near", "grad_row", "grad_column", "grad_near")
+# All other tensors are of queries.
+_OF_KEYS = ("key", "value", "key_logits", "grad_key", "grad_value", "grad_key_logits")
+_LOGITS = ("row", "column", "key_logits", "grad_row", "grad_column", "grad_key_logits")
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
@@ -122,7 +123,7 @@ def _tensors(terms: Terms, shape: _Shape) -> dict[str, Tensor | None]:
         "key": _readable(key) if key is not None and D else None,
         "row": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
         "column": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
-        "near": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
+        "key_logits": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
     }
 
 
@@ -261,15 +262,15 @@ def backward(
         column_logits=_target(grads["column_logits"], (B, M, Hq, Wq, Wk)),
         key_logits=_target(grads["key_logits"], (B, M, Hk, Wk)),
     )
-    query, key, value, row, column, near = written.values()
+    query, key, value, row, column, key_logits = written.values()
     sums = lse.flatten(2).contiguous()
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
     norms = dict(lse=sums, products=torch.empty_like(sums), inverse=inverse)
     tensors = dict(**_tensors(terms, shape), grad_output=_readable(grad_output), **norms)
     targets = dict(output=_readable(output), grad_query=query, grad_row=row, grad_column=column)
     _launch("query_gradients", shape, options.scale, **tensors, **targets)
-    if any(grad is not None for grad in (key, value, near)):
-        targets = dict(grad_key=key, grad_value=value, grad_near=near)
+    if any(grad is not None for grad in (key, value, key_logits)):
+        targets = dict(grad_key=key, grad_value=value, grad_key_logits=key_logits)
         _launch("key_gradients", shape, options.scale, **tensors, **targets)
     for lines, grad in ((Hk, row), (Wk, column)):
         if lines == 1 and grad is not None:  # a logit that all keys share has the gradient 0

@@ -6,8 +6,8 @@ program of ``forward`` and ``query_gradients`` holds queries and visits all keys
 of keys and visits all queries: nothing is added by atomics, every sum has a fixed order.
 
 Shapes: B batch, M heads, (Hq, Wq) queries, (Hk, Wk) keys, D and DV widths. Strides are in elements and named by the
-axis: ``key_h`` is from one row of keys to the next. The last axis of all tensors but ``grad_near`` has stride 1. A
-tensor that is None is absent, or a gradient that is not wanted.
+axis: ``key_h`` is from one row of keys to the next. The last axis of all tensors but ``grad_key_logits`` has stride 1.
+A tensor that is None is absent, or a gradient that is not wanted.
 
 Constants: ``BLOCK_D`` and ``BLOCK_DV`` are the widths, rounded up; ``WIDE`` says that a tile is a part of the map's
 width; ``ALIGNED`` is a power of two that divides the strides of queries, keys and values, ``LINE`` one that divides
@@ -26,8 +26,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NARROWEST = tl.constexpr(16)  # of what tl.dot multiplies
 # All numbers: another map size is another value, not another binary.
-TENSORS = ("query", "key", "value", "row", "column", "near", "output", "grad_output", "grad_query", "grad_key",
-            "grad_value", "grad_row", "grad_column", "grad_near")  # fmt: skip
+TENSORS = ("query", "key", "value", "row", "column", "key_logits", "output", "grad_output", "grad_query", "grad_key",
+            "grad_value", "grad_row", "grad_column", "grad_key_logits")  # fmt: skip
 NUMBERS = (
     *(f"{name}_{axis}" for name in TENSORS for axis in "bmhw"),
     *("M", "Wq", "queries", "Hk", "Wk", "keys", "row_blocks", "scale"),
@@ -102,25 +102,25 @@ def load_lines(tensor, offsets, known, lines, length):
 
 
 @triton.jit
-def load_near(near, rows, columns, near_h, there, MASKED: tl.constexpr, LONG: tl.constexpr):
+def load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED: tl.constexpr, LONG: tl.constexpr):
     """Logits of a tile's keys in float32, -inf where there is no key; None for None where that is ``MASKED`` anyway."""
-    if near is not None:
+    if key_logits is not None:
         if LONG:
             rows = rows.to(tl.int64)
-        return tl.load(near + rows * near_h + columns, mask=there, other=-float("inf")).to(tl.float32)
+        return tl.load(key_logits + rows * key_logits_h + columns, mask=there, other=-float("inf")).to(tl.float32)
     elif not MASKED:
         return tl.where(there, 0.0, -float("inf"))
 
 
 @triton.jit
-def sum_of_terms(q, k, near, row, column, scale, QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def sum_of_terms(q, k, key_logits, row, column, scale, QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
                  PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
     """Logits of queries and of a tile of keys, (QUERIES, ROWS * COLUMNS)."""
     logits = tl.zeros((QUERIES, ROWS * COLUMNS), tl.float32)
     if q is not None:
         logits = multiply(q, tl.trans(k), logits, PRECISION, UPCAST) * scale
-    if near is not None:
-        logits += near[None, :]
+    if key_logits is not None:
+        logits += key_logits[None, :]
     # Positions are added in the products' layout: three axes are not.
     if row is not None:
         logits += tl.reshape(tl.broadcast_to(row[:, :, None], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS))
@@ -148,9 +148,9 @@ def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 
 @triton.jit(do_not_specialize=NUMBERS)
 def forward(
-    value, query, key, row, column, near, output, lse,
+    value, query, key, row, column, key_logits, output, lse,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
     output_b, output_m, output_h, output_w,
     scale, M, Wq, queries, Hk, Wk, keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -165,7 +165,7 @@ def forward(
     key = slab(key, b, m, key_b, key_m, ALIGNED)
     row = slab(row, b, m, row_b, row_m, 1)
     column = slab(column, b, m, column_b, column_m, LINE)
-    near = slab(near, b, m, near_b, near_m, 1)
+    key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
     row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
     column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
@@ -183,9 +183,9 @@ def forward(
             there = (columns < Wk) & (rows * Wk + columns < keys)
             k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
             v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
-            near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+            of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
             row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
-            logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+            logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
                                   PRECISION, UPCAST)  # fmt: skip
             before = greatest
             greatest = tl.maximum(before, tl.max(logits, 1) * LOG2E)
@@ -206,10 +206,10 @@ def forward(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    value, query, key, row, column, near, grad_output, output, lse, products, inverse,
+    value, query, key, row, column, key_logits, grad_output, output, lse, products, inverse,
     grad_query, grad_row, grad_column,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, output_b, output_m, output_h, output_w,
     grad_query_b, grad_query_m, grad_query_h, grad_query_w,
     grad_row_b, grad_row_m, grad_row_h, grad_row_w, grad_column_b, grad_column_m, grad_column_h, grad_column_w,
@@ -232,7 +232,7 @@ def query_gradients(
     key = slab(key, b, m, key_b, key_m, ALIGNED)
     row = slab(row, b, m, row_b, row_m, 1)
     column = slab(column, b, m, column_b, column_m, LINE)
-    near = slab(near, b, m, near_b, near_m, 1)
+    key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
     grad_row = slab(grad_row, b, m, grad_row_b, grad_row_m, 1)
     grad_query = slab(grad_query, b, m, grad_query_b, grad_query_m, ALIGNED)
@@ -270,9 +270,9 @@ def query_gradients(
                 there = (columns < Wk) & (rows * Wk + columns < keys)
                 k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
                 v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
-                near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+                of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
                 row_logits = load_lines(row, row_places, known, lines, Hk)
-                logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
                                       PRECISION, UPCAST)  # fmt: skip
                 weights = weights_of(logits, norm, factor)
                 slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
@@ -315,11 +315,13 @@ def query_gradients(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    value, query, key, row, column, near, grad_output, lse, products, inverse, grad_key, grad_value, grad_near,
+    value, query, key, row, column, key_logits, grad_output, lse, products, inverse, grad_key, grad_value,
+    grad_key_logits,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, near_b, near_m, near_h,
+    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
-    grad_value_b, grad_value_m, grad_value_h, grad_value_w, grad_near_b, grad_near_m, grad_near_h, grad_near_w,
+    grad_value_b, grad_value_m, grad_value_h, grad_value_w,
+    grad_key_logits_b, grad_key_logits_m, grad_key_logits_h, grad_key_logits_w,
     scale, M, Wq, queries, Hk, Wk, keys, row_blocks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -341,15 +343,15 @@ def key_gradients(
     key = slab(key, b, m, key_b, key_m, ALIGNED)
     row = slab(row, b, m, row_b, row_m, 1)
     column = slab(column, b, m, column_b, column_m, LINE)
-    near = slab(near, b, m, near_b, near_m, 1)
+    key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
     k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
     v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
-    near_logits = load_near(near, rows, columns, near_h, there, MASKED, LONG)
+    of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
 
     key_sum = tl.zeros((ROWS * COLUMNS, BLOCK_D), tl.float32)
     value_sum = tl.zeros((ROWS * COLUMNS, BLOCK_DV), tl.float32)
-    near_sum = tl.zeros((NARROWEST, ROWS * COLUMNS), tl.float32)  # alike in all rows: a product with ones
+    logit_sum = tl.zeros((NARROWEST, ROWS * COLUMNS), tl.float32)  # alike in all rows: a product with ones
     for block in range(0, queries, QUERIES):
         cells = block + tl.arange(0, QUERIES)
         known = cells < queries
@@ -360,21 +362,21 @@ def key_gradients(
         row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
         column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
         column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
-        logits = sum_of_terms(q, k, near_logits, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+        logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
                               PRECISION, UPCAST)  # fmt: skip
         norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
         factor = of_rows(inverse, head * queries + cells, known)
         weights = weights_of(logits, norm, factor)
         if grad_value is not None:
             value_sum = multiply(tl.trans(weights.to(g.dtype)), g, value_sum, PRECISION, UPCAST)
-        if grad_key is not None or grad_near is not None:
+        if grad_key is not None or grad_key_logits is not None:
             product = tl.load(products + head * queries + cells, mask=known, other=0.0)
             slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
             if grad_key is not None:
                 key_sum = multiply(tl.trans(slopes.to(q.dtype)), q, key_sum, PRECISION, UPCAST)
-            if grad_near is not None:
+            if grad_key_logits is not None:
                 ones = tl.full((NARROWEST, QUERIES), 1.0, tl.float32).to(g.dtype)
-                near_sum = multiply(ones, slopes.to(g.dtype), near_sum, PRECISION, UPCAST)
+                logit_sum = multiply(ones, slopes.to(g.dtype), logit_sum, PRECISION, UPCAST)
 
     if grad_key is not None:
         grad_key = slab(grad_key, b, m, grad_key_b, grad_key_m, ALIGNED)
@@ -384,7 +386,11 @@ def key_gradients(
         grad_value = slab(grad_value, b, m, grad_value_b, grad_value_m, ALIGNED)
         value_places = tile_places(rows, columns, grad_value_h, grad_value_w, ALIGNED, LONG)
         store_cells(grad_value, value_places, there, value_sum, DV, BLOCK_DV)
-    if grad_near is not None:
-        grad_near = slab(grad_near, b, m, grad_near_b, grad_near_m, 1)
-        near_places = tile_places(rows, columns, grad_near_h, grad_near_w, 1, LONG)
-        tl.store(grad_near + near_places, (tl.sum(near_sum, 0) / NARROWEST).to(grad_near.dtype.element_ty), mask=there)
+    if grad_key_logits is not None:
+        grad_key_logits = slab(grad_key_logits, b, m, grad_key_logits_b, grad_key_logits_m, 1)
+        logit_places = tile_places(rows, columns, grad_key_logits_h, grad_key_logits_w, 1, LONG)
+        tl.store(
+            grad_key_logits + logit_places,
+            (tl.sum(logit_sum, 0) / NARROWEST).to(grad_key_logits.dtype.element_ty),
+            mask=there,
+        )

@@ -1,7 +1,7 @@
 """Call the CPU kernels of sequence attention (``csrc/sequence_attention/cpu.cpp``).
 
 The kernels compute in float32 and read and write bfloat16 if :func:`_stored` allows; other half precision is converted
-here. Shapes are those of ``torch``, with an axis of slots after (B, M): a slot is a share of a head's
+here. Shapes are those of ``eager``, with an axis of slots after (B, M): a slot is a share of a head's
 queries that is summed separately.
 """
 

@@ -1,7 +1,7 @@
 """Sequence attention by PyTorch's SDPA, in half precision, where it is faster than our kernels.
 
-``amx`` serves bfloat16 on CPUs with AMX: content alone, or with position logits, which become SDPA's mask. ``flash``
-serves content alone on CUDA.
+On CPUs with AMX it serves content in bfloat16, alone or with position logits, which become SDPA's mask; on CUDA, where
+it is flash attention, content alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,43 @@ def multiplies_tiles() -> bool:
     """Return whether this CPU has AMX and torch may use it."""
     supported = getattr(torch.cpu, "_is_amx_tile_supported", None)  # torch has no public name for it
     return bool(supported is not None and supported())
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA does not compute this on the device of the terms, or None."""
+    value = terms.value
+    if value.is_cuda:
+        return _refuses_cuda(terms, options)
+    if value.device.type != "cpu" or value.dtype != torch.bfloat16:
+        return "it supports only bfloat16 on CPUs"
+    if not multiplies_tiles():
+        return "this CPU has no AMX for bfloat16"
+    return _refuses_terms(terms, options) or _few_keys(value, SHORT)
+
+
+def refuses_backward(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA does not compute the gradients, or None."""
+    if terms.value.is_cuda:
+        return library.refuses_determinism(terms, options)
+    if terms.position_logits is not None:
+        return "its backward gives no gradients of position logits"
+    return _few_keys(terms.value, SHORT_BACKWARD)
+
+
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    return (_forward_cuda if terms.value.is_cuda else _forward_cpu)(terms, options)
+
+
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
+) -> Gradients:
+    """Return the gradients of query, key and value that are needed."""
+    compute = _backward_cuda if terms.value.is_cuda else _backward_cpu
+    return _needed(compute(grad_output, terms, options, output, lse), terms, needs)
+
+
+BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)
 
 
 def _refuses_terms(terms: Terms, options: Options) -> str | None:
@@ -66,33 +103,13 @@ def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
 # --- CPUs with AMX --------------------------------------------------------------------------------------------------
 
 
-def refuses_amx(terms: Terms, options: Options) -> str | None:
-    """Return the reason why SDPA does not compute this on the CPU, or None."""
-    value = terms.value
-    if value.device.type != "cpu" or value.dtype != torch.bfloat16:
-        return "it supports only bfloat16 on CPUs"
-    if not multiplies_tiles():
-        return "this CPU has no AMX for bfloat16"
-    if reason := _refuses_terms(terms, options):
-        return reason
-    return _few_keys(value, SHORT)
-
-
-def refuses_amx_backward(terms: Terms, options: Options) -> str | None:
-    """Return the reason why SDPA does not compute the gradients on the CPU, or None."""
-    if terms.position_logits is not None:
-        return "its backward gives no gradients of position logits"
-    return _few_keys(terms.value, SHORT_BACKWARD)
-
-
 def _few_keys(value: Tensor, limit: int) -> str | None:
     S = value.shape[2]
     few = limit > S and backends.forced() is None
     return f"below {limit} keys our kernels are faster, and there are {S}" if few else None
 
 
-def forward_amx(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+def _forward_cpu(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     query, key, value, position = _rows(*terms[:3], terms.position_logits)
     mask = None if position is None else position.expand(*query.shape[:3], value.shape[2])
     output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -106,25 +123,20 @@ def forward_amx(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     return _heads_innermost(output), lse
 
 
-def backward_amx(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
-) -> Gradients:
-    """Return the gradients of query, key and value that are needed."""
+def _backward_cpu(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor
+) -> Sequence[Tensor]:
     if output is None:  # another backend was to compute this backward pass
-        output, _ = forward_amx(terms, options)
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        output, _ = _forward_cpu(terms, options)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         *_rows(grad_output, *terms[:3], output), lse, 0.0, False, scale=options.scale
     )
-    return _needed(grads, terms, needs)
 
 
-# --- CUDA -----------------------------------------------------------------------------------------------------------
+# --- flash attention on CUDA ----------------------------------------------------------------------------------------
 
 
-def refuses_cuda(terms: Terms, options: Options) -> str | None:
-    """Return the reason why flash attention does not compute this, or None."""
-    if not terms.value.is_cuda:
-        return f"it runs on CUDA, and the tensors are on {terms.value.device.type}"
+def _refuses_cuda(terms: Terms, options: Options) -> str | None:
     if reason := _refuses_terms(terms, options):
         return reason
     if terms.position_logits is not None:
@@ -133,20 +145,12 @@ def refuses_cuda(terms: Terms, options: Options) -> str | None:
     return flash.refusal(terms.query, terms.value, options.scale)
 
 
-def forward_cuda(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the output (B, M, T, d) and the log-sum-exp (B, M, T)."""
+def _forward_cuda(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
     output, lse = flash.forward(terms.query, terms.key, terms.value, options.scale)  # type: ignore[arg-type]
     return _heads_innermost(output), lse.contiguous()
 
 
-def backward_cuda(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
-) -> Gradients:
-    """Return the gradients of query, key and value that are needed."""
-    content = terms[:3]
-    grads = flash.backward(grad_output, *content, output, lse, options.scale)  # type: ignore[arg-type]
-    return _needed(grads, terms, needs)
-
-
-AMX = Backend("amx", refuses_amx, forward_amx, backward_amx, refuses_amx_backward, allocates=True)
-CUDA = Backend("flash", refuses_cuda, forward_cuda, backward_cuda, library.refuses_determinism, allocates=True)
+def _backward_cuda(
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor
+) -> Sequence[Tensor]:
+    return flash.backward(grad_output, *terms[:3], output, lse, options.scale)  # type: ignore[arg-type]

@@ -26,10 +26,9 @@ from ..common.axes import unfold
 from ..common.backends import closed_form, forced
 from ..common.operator import Operator, counts_of_products
 from ..window_attention.window_attention import window_attention
-from . import cpu, reference, sdpa, triton
-from . import torch as plain
+from . import cpu, eager, reference, sdpa, triton
+from .eager import band_reach
 from .operands import Options, Terms
-from .torch import band_reach
 
 
 def sequence_attention(
@@ -254,7 +253,7 @@ def _needs_output(terms: Terms, options: Options) -> bool:
     """Return whether the backward reads the output, for its product with the gradient; our CPU kernels recompute it."""
     if terms.value.device.type != "cpu" or forced() == triton_launch.NAME:
         return True
-    return not (sdpa.refuses_amx(terms, options) or sdpa.refuses_amx_backward(terms, options))
+    return not (sdpa.refuses(terms, options) or sdpa.refuses_backward(terms, options))
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
@@ -274,6 +273,6 @@ ATTEND = Operator(
     needs_output=_needs_output,
     fake=_results,
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
-    table=[sdpa.AMX, cpu.BACKEND, sdpa.CUDA, triton.BACKEND, plain.BACKEND],
+    table=[sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
 )

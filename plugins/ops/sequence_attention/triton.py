@@ -17,8 +17,8 @@ from torch import Tensor
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.triton_launch import launch, power_of_two
+from .eager import band_reach
 from .operands import Options, Terms
-from .torch import band_reach
 
 
 class Tile(NamedTuple):

@@ -108,7 +108,7 @@ def logits_of(
         shift = s0 - t0 + left - start
         tap = (column + shift) - row
         inside = (tap >= 0) & (tap < K)
-        near = tl.load(tile_of_band(band, band_t, t0, shift, row, column), mask=inside & there, other=0.0)
+        of_band = tl.load(tile_of_band(band, band_t, t0, shift, row, column), mask=inside & there, other=0.0)
     seen = column < S - s0
     if CAUSAL and PART != BEFORE and PART != BEHIND:  # no key outside the band comes later than the query
         seen = seen & (column + (s0 - t0 - start) <= row)
@@ -131,9 +131,9 @@ def logits_of(
         logits += addend.to(tl.float32) * LOG2E
     if PART == AT:
         if far is None:
-            logits += near.to(tl.float32) * LOG2E
+            logits += of_band.to(tl.float32) * LOG2E
         else:
-            logits += tl.where(inside, near.to(tl.float32) * LOG2E, of_queries(far, KEYS_FIRST))
+            logits += tl.where(inside, of_band.to(tl.float32) * LOG2E, of_queries(far, KEYS_FIRST))
     elif far is not None:
         logits += of_queries(far, KEYS_FIRST)
     return tl.where(seen, logits, float("-inf"))

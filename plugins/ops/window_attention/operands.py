@@ -18,13 +18,13 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Geometry, rows before columns, and scale: a tap's key is at query * stride - padding + tap * dilation."""
+    """Geometry, rows before columns, border and scale: a tap's key is at query * stride - padding + tap * dilation."""
 
     kernel_size: Sequence[int]
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
-    zero_border: bool
+    border: str
     scale: float
 
     def numbers(self) -> list[int]:

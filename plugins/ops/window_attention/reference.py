@@ -45,7 +45,7 @@ def window_attention_logits(
     key: Tensor | None,
     position_logits: Tensor | None,
     windows: Windows,
-    zero_border: bool,
+    border: str,
     scale: float,
 ) -> Tensor:
     """Return the sum of all logits, (B, M, Hq, Wq, taps); B and M are 1 if they are in all arguments."""
@@ -56,7 +56,7 @@ def window_attention_logits(
     if position_logits is not None:
         terms.append(position_logits)
     logits = sum(terms[1:], terms[0])
-    if not zero_border:
+    if border == "exclude":
         logits = logits.masked_fill(~windows.inside.flatten(2), float("-inf"))
     return logits
 
@@ -75,14 +75,14 @@ def window_attention(
     stride: Sequence[int],
     padding: Sequence[int],
     dilation: Sequence[int],
-    zero_border: bool,
+    border: str,
     scale: float,
 ) -> Tensor:
     """See :func:`attn_plugins.ops.window_attention`; this one takes maps, and gathers every query's keys."""
     leader = position_logits if query is None else query
     assert leader is not None
     windows = Windows(leader.shape[2:4], value.shape[2:4], kernel_size, stride, padding, dilation, value.device)
-    weights = window_attention_probabilities(query, key, position_logits, windows, zero_border, scale)
+    weights = window_attention_probabilities(query, key, position_logits, windows, border, scale)
     (values,) = at_least_float32(value)
     weights = weights.expand(*value.shape[:2], -1, -1, -1)
     return torch.einsum("bmhwt,bmhwtd->bmhwd", weights, windows.gather(values)).to(value.dtype)

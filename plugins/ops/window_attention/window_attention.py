@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype, broadcasts, check_tensors, expand, finite
 from ..common.operator import Operator, counts_of_products
-from . import cpu, cuda, reference
-from . import torch as plain
+from . import cpu, cuda, eager, reference
 from .operands import Options, Terms
 
 Border = Literal["exclude", "zero"]
@@ -97,7 +96,7 @@ def _options(
         paddings = expand("padding", padding, axes, 0)
     lone, none = (1,) * (2 - axes), (0,) * (2 - axes)
     strides = expand("stride", stride, axes, 1)
-    return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border == "zero", scale)
+    return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border, scale)
 
 
 def _check_axes(terms: Terms, axes: int) -> None:
@@ -169,6 +168,6 @@ ATTEND = Operator(
     keeps=("output", "log_sum_exp"),
     fake=_results,
     reference=lambda terms, options: reference.window_attention(*terms, *options),
-    table=[cpu.BACKEND, cuda.BACKEND, plain.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
 )

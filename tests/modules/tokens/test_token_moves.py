@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
 
-from attn_plugins.modules.tokens.token_moves import inverse, reorder, split_heads
+from attn_plugins.modules.tokens.token_moves import grouped_qkv, inverse, reorder
 
 
 def test_reordered_tokens_are_where_the_order_says():
@@ -22,11 +22,11 @@ def test_reordered_tokens_are_where_the_order_says():
     assert gradgradcheck(reorder, (tokens, order))
 
 
-def test_split_heads_are_views_of_the_projection():
+def test_grouped_qkv_are_views_of_the_projection():
     torch.manual_seed(0)
     n, N, M, d = 5, 4, 2, 3
     projected = torch.randn(n, N, 3 * M * d, dtype=torch.float64, requires_grad=True)
-    kinds = split_heads(projected, [3, 2], M)
+    kinds = grouped_qkv(projected, [3, 2], M)
     first = 0
     for size, kind in zip((3, 2), kinds):
         for part, tensor in enumerate(kind):
@@ -39,7 +39,7 @@ def test_split_heads_are_views_of_the_projection():
         first += size
 
     def flat(tensor):
-        return torch.cat([t.flatten() * (i + 1) for i, t in enumerate(sum(split_heads(tensor, [3, 2], M), ()))])
+        return torch.cat([t.flatten() * (i + 1) for i, t in enumerate(sum(grouped_qkv(tensor, [3, 2], M), ()))])
 
     assert gradcheck(flat, (projected,))
     assert gradgradcheck(flat, (projected,))
@@ -47,7 +47,7 @@ def test_split_heads_are_views_of_the_projection():
 
 def test_a_part_without_a_gradient_has_zeros():
     projected = torch.randn(2, 4, 6, requires_grad=True)
-    (query, _, value), _ = split_heads(projected, [1, 1], 1)
+    (query, _, value), _ = grouped_qkv(projected, [1, 1], 1)
     (query.sum() + 2 * value.sum()).backward()
     expected = torch.zeros(2, 4, 6)
     expected[0, :, :2], expected[0, :, 4:] = 1, 2
@@ -55,7 +55,7 @@ def test_a_part_without_a_gradient_has_zeros():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", ["reorder", "split_heads", "one part"])
+@pytest.mark.parametrize("name", ["reorder", "grouped_qkv", "one part"])
 def test_torch_func_and_batched_gradients(name):
     torch.manual_seed(0)
     tokens = torch.randn(3, 4, 6, dtype=torch.float64)
@@ -63,7 +63,7 @@ def test_torch_func_and_batched_gradients(name):
     def moved(x):
         if name == "reorder":
             return reorder(x.flatten(1).square(), torch.tensor([2, 0, 1]))
-        parts = split_heads(x.square(), [2, 1], 1)
+        parts = grouped_qkv(x.square(), [2, 1], 1)
         return parts[0][1] if name == "one part" else torch.cat([t.flatten() for t in sum(parts, ())])
 
     def loss(x):

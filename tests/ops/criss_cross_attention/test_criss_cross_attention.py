@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops import criss_cross_attention, reference
-from attn_plugins.ops.criss_cross_attention import torch as products
+from attn_plugins.ops.criss_cross_attention import eager
 from tests.helpers.operator_checks import DEVICES, deterministic_mode, given
 from tests.ops.criss_cross_attention.operands import LOGITS, operands
 
@@ -62,7 +62,7 @@ def test_probabilities_are_the_weights():
     weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3, False)[1]
     torch.testing.assert_close(probabilities.sum(-1), torch.ones_like(probabilities[..., 0]))
     torch.testing.assert_close(weights[..., :H], probabilities[..., :H])
-    torch.testing.assert_close(weights[..., products.aligned(H) :][..., :W], probabilities[..., H:])
+    torch.testing.assert_close(weights[..., eager.aligned(H) :][..., :W], probabilities[..., H:])
     assert not probabilities[..., :H].diagonal(dim1=2, dim2=4).any()
 
 
@@ -135,10 +135,10 @@ def test_projections_are_read_in_few_products():
     query, key = (torch.randn(B, H, W, M, d).permute(0, 3, 1, 2, 4) for _ in range(2))
     logits = torch.empty(B, H, W, M, 16).permute(0, 3, 1, 2, 4)
     column, row = logits[..., :H].transpose(2, 3), logits[..., 8 : 8 + W]
-    batches = list(products._batches(row, query, key.mT))
+    batches = list(eager._batches(row, query, key.mT))
     assert len(batches) == M
     assert all(view.data_ptr() < query.data_ptr() + query.nbytes for _, view, _ in batches)
-    assert len(list(products._batches(column, query.transpose(2, 3), key.transpose(2, 3).mT))) == B
+    assert len(list(eager._batches(column, query.transpose(2, 3), key.transpose(2, 3).mT))) == B
 
 
 @pytest.mark.parametrize(

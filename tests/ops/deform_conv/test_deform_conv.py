@@ -72,11 +72,11 @@ def test_equals_torchvision(name: str, masked: bool, dtype: torch.dtype) -> None
         assert relative_error(a, b) < (1e-12 if dtype == torch.float64 else 2e-6)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("kind", ["cpu", "eager"])
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_reference_has_the_same_gradients(name: str, masked: bool, kind: str) -> None:
-    """The one of "torch" serves deterministic mode on GPUs, and computes one image's gradient after another."""
+    """The one of "eager" serves deterministic mode on GPUs, and computes one image's gradient after another."""
     operands = make(GEOMETRIES[name], masked=masked)
     with backend(kind):
         results = gradients(deform_conv2d, operands)
@@ -94,7 +94,7 @@ def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
             assert relative_error(a, b) < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["cpu", "torch"])
+@pytest.mark.parametrize("kind", ["cpu", "eager"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> None:
     operands = make(GEOMETRIES["wide"])
@@ -106,7 +106,7 @@ def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> Non
     assert results[0].is_contiguous(memory_format=layout)
 
 
-KINDS = ["cpu", "torch", "reference"]
+KINDS = ["cpu", "eager", "reference"]
 NAN, INF = math.nan, math.inf
 
 

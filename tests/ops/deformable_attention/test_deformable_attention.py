@@ -15,7 +15,7 @@ from attn_plugins.ops import deformable_attention
 from tests.helpers.operator_checks import DEVICES, relative_error
 from tests.ops.deformable_attention.operands import SHAPES, by_loops, operands
 
-BACKENDS = ["cpu", "torch", "reference"]
+BACKENDS = ["cpu", "eager", "reference"]
 CASES = {
     "levels": {},
     "one level, one pixel": dict(shapes=((1, 1),), queries=3),

@@ -50,7 +50,7 @@ def by_concatenation(a: dict[str, Tensor | None], scale: float) -> Tensor:
     return torch.einsum("bmyxk,bmkd->bmyxd", weights, values)
 
 
-@pytest.fixture(params=["auto", "reference", "torch"])
+@pytest.fixture(params=["auto", "reference", "eager"])
 def path(request):
     if request.param == "auto":
         yield

@@ -73,5 +73,5 @@ def taking(path: str) -> Iterator[None]:
             pytest.skip("no CPU binary is compiled")
         yield
     else:
-        with backend("torch"):
+        with backend("eager"):
             yield

@@ -43,7 +43,7 @@ def test_on_the_cpu(position, tiles):
     if position is not None and position[2] > 1:
         tensors[3][0, -1, 2] = float("-inf")
     logits = dict(position_logits=tensors[3] if position else None, scale=0.3)
-    assert explain(sequence_attention, *tensors[:3], **logits).serves == "amx"
+    assert explain(sequence_attention, *tensors[:3], **logits).serves == "sdpa"
     leaves = [t.requires_grad_() for t in tensors]
     output = sequence_attention(*leaves[:3], **logits)
     (grad_output,) = draw(output.shape, seed=1)
@@ -93,7 +93,7 @@ def test_log_sum_exps_are_those_of_our_kernels(tiles):
     position[0, 0, 0, 2] = 0  # the sum of one key's weights is exactly 1, its logarithm 0
     terms, options = Terms(query, key, value, None, None, position), Options(None, 0, False, 0.3)
     results = []
-    for name in ("amx", "cpu"):
+    for name in ("sdpa", "cpu"):
         with backend(name):
             results.append(ATTEND._forward(*terms, *options))
     (output, lse), (expected_output, expected) = results
@@ -105,10 +105,10 @@ def test_log_sum_exps_are_those_of_our_kernels(tiles):
 
 
 @needs_binary
-@pytest.mark.parametrize("backward", ["amx", "cpu"])
+@pytest.mark.parametrize("backward", ["sdpa", "cpu"])
 def test_one_backend_differentiates_another(backward, tiles):
     leaves = [t.requires_grad_() for t in draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16))]
-    with backend("cpu" if backward == "amx" else "amx"):
+    with backend("cpu" if backward == "sdpa" else "sdpa"):
         output = sequence_attention(*leaves, scale=0.3)
     (grad_output,) = draw(output.shape, seed=1)
     with backend(backward):
@@ -144,25 +144,25 @@ def test_a_backward_without_the_output(tiles):
 def test_what_sdpa_does_not_know(change, reason, tiles):
     query, key, value = draw(*[(1, 1, 6, 4)] * 3)
     choice = explain(sequence_attention, query, key, value, **change)
-    assert choice.serves != "amx"
-    assert choice.refusals["amx"] == reason
+    assert choice.serves != "sdpa"
+    assert choice.refusals["sdpa"] == reason
 
 
 def test_few_keys_and_other_cpus(monkeypatch):
     query, key, value = draw(*[(1, 1, 6, 4)] * 3)
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: False)
-    refused = explain(sequence_attention, query, key, value).refusals["amx"]
+    refused = explain(sequence_attention, query, key, value).refusals["sdpa"]
     assert refused == "this CPU has no AMX for bfloat16"
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    refused = explain(sequence_attention, query, key, value).refusals["amx"]
+    refused = explain(sequence_attention, query, key, value).refusals["sdpa"]
     assert refused == "below 64 keys our kernels are faster, and there are 6"
     query, key, value = draw(*[(1, 1, 64, 4)] * 3)
-    assert explain(sequence_attention, query, key, value).serves == "amx"
+    assert explain(sequence_attention, query, key, value).serves == "sdpa"
     terms, options = Terms(query, key, value, None, None, None), Options(None, 0, False, 1.0)
-    reason = sdpa_sequence.refuses_amx_backward(terms, options)
+    reason = sdpa_sequence.refuses_backward(terms, options)
     assert reason == "below 1024 keys our kernels are faster, and there are 64"
     position = terms._replace(position_logits=torch.zeros(1, 1, 64, 64))
-    assert "no gradients of position logits" in sdpa_sequence.refuses_amx_backward(position, options)
+    assert "no gradients of position logits" in sdpa_sequence.refuses_backward(position, options)
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
@@ -189,17 +189,17 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
     with FakeTensorMode():
         query = laid_out(torch.empty(2, 3, 5, 16, device="cuda", dtype=torch.float16))
         key, value = (laid_out(torch.empty(2, 3, 9, 16, device="cuda", dtype=torch.float16)) for _ in range(2))
-        assert explain(sequence_attention, query, key, value).serves == "flash"
-        assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "flash"
-        assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "flash"
+        assert explain(sequence_attention, query, key, value).serves == "sdpa"
+        assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "sdpa"
+        assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "sdpa"
         terms, options = Terms(query, key, value, None, None, None), Options(None, 0, False, 0.3)
-        assert sdpa_sequence.CUDA.refuses_backward(terms, options) is None
-        output, lse = sdpa_sequence.forward_cuda(terms, options)
+        assert sdpa_sequence.refuses_backward(terms, options) is None
+        output, lse = sdpa_sequence.forward(terms, options)
         expected = ATTEND.fake(terms, options)
         for result, right in zip((output, lse), expected):
             assert (result.shape, result.stride(), result.dtype) == (right.shape, right.stride(), right.dtype)
         needs = dict.fromkeys(terms._fields, False) | dict(query=True, value=True)
-        grads = sdpa_sequence.backward_cuda(torch.empty_like(output), terms, options, output, lse, needs)
+        grads = sdpa_sequence.backward(torch.empty_like(output), terms, options, output, lse, needs)
         assert grads.keys() == {"query", "value"}
         for grad, term in ((grads["query"], query), (grads["value"], value)):
             assert grad.shape == term.shape
@@ -216,7 +216,7 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
         position = torch.empty(1, 2, 4, 4, device="cuda", dtype=torch.float16)
 
         def reason(*tensors, **options):
-            return explain(sequence_attention, *tensors, **options).refusals["flash"]
+            return explain(sequence_attention, *tensors, **options).refusals["sdpa"]
 
         assert reason(query, key, value, position_logits=position) == "it supports content only"
         assert reason(query, key, value, causal=True) == ROWS_ALONE
@@ -240,7 +240,7 @@ def test_flash_attention_is_explained_without_a_device():
     flash._has_flash.cache_clear()
     with FakeTensorMode():
         content = [torch.empty(1, 2, 4, 16, device="cuda", dtype=torch.float16)] * 3
-        reason = explain(sequence_attention, *content).refusals["flash"]
+        reason = explain(sequence_attention, *content).refusals["sdpa"]
     assert reason == "this device or build of torch has no flash attention"
 
 
@@ -249,7 +249,7 @@ def test_flash_attention_is_explained_without_a_device():
 @pytest.mark.parametrize("T, S, d", [(64, 64, 64), (33, 70, 24), (1, 5, 8), (200, 130, 128)])
 def test_on_cuda(T, S, d, dtype):
     tensors = draw((2, 3, T, d), (2, 3, S, d), (2, 3, S, d), dtype=dtype, device="cuda")
-    assert explain(sequence_attention, *tensors).serves == "flash"
+    assert explain(sequence_attention, *tensors).serves == "sdpa"
     leaves = [t.requires_grad_() for t in tensors]
     output = sequence_attention(*leaves, scale=0.3)
     (grad_output,) = draw(output.shape, seed=1, dtype=dtype, device="cuda")

@@ -82,7 +82,7 @@ def problem(
         draw(*size, dv),
         draw(*grid, math.prod(kernel)) if position else None,
     )
-    return terms, Options(kernel, stride, padding, dilation, zero_border, 0.3), draw(*grid, dv)
+    return terms, Options(kernel, stride, padding, dilation, "zero" if zero_border else "exclude", 0.3), draw(*grid, dv)
 
 
 def expected_of(terms, geometry, grad_output, scale=0.3):

@@ -79,13 +79,13 @@ GEOMETRIES = [  # kernel, stride, padding, dilation
 def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, border):
     terms = operands((4, 5), kernel, logits, batch=1, heads=2, stride=stride, grad=False)
     expected = by_loops(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
-    output = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
+    output = reference.window_attention(*terms, kernel, stride, padding, dilation, border, 0.7)
     torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.sampled(48)
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("path", ["first", "torch"])
+@pytest.mark.parametrize("path", ["first", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 @pytest.mark.parametrize("logits", LOGITS)
@@ -94,11 +94,11 @@ def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, bor
 def test_every_path_equals_the_reference(kernel, stride, padding, dilation, size, logits, border, dtype, path, device):
     torch.manual_seed(0)
     terms = operands(size, kernel, logits, stride=stride, dtype=dtype, d=19, dv=18, device=device)
-    expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border == "zero", 0.3)
+    expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border, 0.3)
     geometry = dict(stride=stride, padding=padding, dilation=dilation, border=border)
     grad = torch.randn_like(expected)
     wanted = torch.autograd.grad(expected, given(*terms), grad)
-    with backend("torch") if path == "torch" else contextlib.nullcontext():
+    with backend("eager") if path == "eager" else contextlib.nullcontext():
         output = window_attention(*terms, kernel, **geometry, scale=0.3)
         gradients = torch.autograd.grad(output, given(*terms), grad)
     torch.testing.assert_close(output, expected)
@@ -121,7 +121,7 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
     size = 21 + 2 * padding[1] - kernel[1] + 1, 1 + 2 * padding[0] - kernel[0] + 1
     if size != (21, 1):  # as many queries as the geometry has
         arguments = (None, None, value, torch.randn(2, 3, size[1], size[0], K))
-    expected = reference.window_attention(*arguments, kernel, (1, 1), padding, (1, 1), border == "zero", 1.0)
+    expected = reference.window_attention(*arguments, kernel, (1, 1), padding, (1, 1), border, 1.0)
     output = window_attention(*arguments, kernel, padding=padding, border=border)
     assert 0 < output.isfinite().sum() < output.numel()
     torch.testing.assert_close(output, expected, equal_nan=True)
@@ -132,9 +132,7 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
 def test_content_without_a_width(border):
     """Without dot products and position logits, at a kernel wide enough for the special case, the result is a mean."""
     query, key, value = (torch.randn(1, 3, 9, 12, width, dtype=torch.float64) for width in (0, 0, 24))
-    expected = reference.window_attention(
-        query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border == "zero", 1.0
-    )
+    expected = reference.window_attention(query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border, 1.0)
     torch.testing.assert_close(window_attention(query, key, value, None, (1, 7), border=border), expected)
 
 
@@ -256,7 +254,7 @@ def large_call(
     """Return arguments whose tensors have no memory."""
     value = torch.empty_strided((1, heads, *keys, 4), (0, 0, 0, column, 1), device="meta")
     logits = torch.empty_strided((1, heads, *queries, math.prod(kernel)), (0, 0, 0, 0, tap), device="meta")
-    return Terms(None, None, value, logits), Options(kernel, stride, padding, dilation, False, 1.0)
+    return Terms(None, None, value, logits), Options(kernel, stride, padding, dilation, "exclude", 1.0)
 
 
 @pytest.mark.parametrize("case", TOO_LARGE)

@@ -150,4 +150,4 @@ def backward(
     return dict(**of_keys, row_logits=row_sum, column_logits=column_sum)
 
 
-BACKEND = Backend("torch", never, forward, backward)
+BACKEND = Backend("eager", never, forward, backward)

@@ -41,13 +41,13 @@ def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.d
     """Return the logits (B, M, Hq, Wq, taps), -inf outside the map unless the border counts as zeros."""
     query, key, value, position_logits = terms
     taps = options.kernel_size[0] * options.kernel_size[1]
-    start = 0.0 if options.zero_border else float("-inf")
+    start = 0.0 if options.border == "zero" else float("-inf")
     logits = value.new_full((*shape, taps), start, dtype=dtype)
-    if options.zero_border and position_logits is not None:
+    if options.border == "zero" and position_logits is not None:
         logits += position_logits
     for t, queries, keys in _taps(shape[2:], value.shape[2:4], options):
         part = logits[queries][..., t]
-        if not options.zero_border:
+        if options.border == "exclude":
             part.zero_()
             if position_logits is not None:
                 part += position_logits[queries][..., t]
@@ -94,4 +94,4 @@ def backward(
     return sums
 
 
-BACKEND = Backend("torch", never, forward, backward)
+BACKEND = Backend("eager", never, forward, backward)

@@ -14,4 +14,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return gradients_by_image(lambda one: reference.deformable_attention(one, options), grad_output, terms, needs)
 
 
-BACKEND = Backend("torch", never, reference.deformable_attention, backward, allocates=True)
+BACKEND = Backend("eager", never, reference.deformable_attention, backward, allocates=True)

@@ -99,13 +99,13 @@ class Problem:
         first = min(keys, max(0, self.start + t.start - left))
         last = max(first, min(keys, self.start + t.stop + right))
         tap = self.offsets(t, first, last) + left
-        near = band.gather(3, tap.clamp(0, K - 1).expand(*band.shape[:3], last - first))
+        of_band = band.gather(3, tap.clamp(0, K - 1).expand(*band.shape[:3], last - first))
         inside = (tap >= 0) & (tap < K)
         if self.outside is None:
-            logits[..., first:last] += near.masked_fill_(~inside, 0)
+            logits[..., first:last] += of_band.masked_fill_(~inside, 0)
         else:
             outside = self.outside[b, :, t].unsqueeze(-1)
-            logits[..., first:last] += torch.where(inside, near, outside)
+            logits[..., first:last] += torch.where(inside, of_band, outside)
             logits[..., :first] += outside
             logits[..., last:] += outside
 
@@ -182,4 +182,4 @@ def backward(
     return sums
 
 
-BACKEND = Backend("torch", never, forward, backward)
+BACKEND = Backend("eager", never, forward, backward)
