@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -23,6 +23,11 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 # Rounding errors by norm; sums of halves are accumulated in float32.
 BOUNDS = {torch.float64: 1e-12, torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAMESPACE = "attn_plugins"
+FIRST = None  # the backend that a call gets by itself
+
+
+def forced(backend: str | None):
+    return nullcontext() if backend is FIRST else ops.backend(backend)
 
 
 def example(name: str, size="small", device="cpu", dtype=torch.float32, batch: int | None = None) -> Example:
@@ -59,6 +64,20 @@ def threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def check_results(some: Example, backend: str | None, bound: float) -> None:
+    dtype = next(iter(some.floats().values())).dtype
+    exact = Example(
+        some.call, {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in some.tensors.items()}
+    )
+    with ops.backend("reference"):
+        expected = results(exact)
+    with forced(backend):
+        actual = results(some)
+    assert actual["output"].dtype == dtype
+    assert all(actual[n].dtype == t.dtype for n, t in some.floats().items())
+    assert_close(actual, expected, bound)
+
+
 @pytest.mark.sampled(48)
 @every_device
 @every_example
@@ -66,16 +85,7 @@ def threads(number: int) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_results_are_the_references(name, size, dtype, device):
     """Outputs and gradients have the arguments' dtype and equal those of the definition in float64."""
-    some = example(name, size, device, dtype)
-    exact = Example(
-        some.call, {n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in some.tensors.items()}
-    )
-    with ops.backend("reference"):
-        expected = results(exact)
-    actual = results(some)
-    assert actual["output"].dtype == dtype
-    assert all(actual[n].dtype == t.dtype for n, t in some.floats().items())
-    assert_close(actual, expected, BOUNDS[dtype])
+    check_results(example(name, size, device, dtype), FIRST, BOUNDS[dtype])
 
 
 @every_device
@@ -110,11 +120,14 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.calls: dict[str, tuple] = {}
         self.count = 0
+        self.returned: tuple = ()  # by the last of them
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == NAMESPACE:
             self.calls[function] = args
             self.count += 1
+            self.returned = function(*args, **(kwargs or {}))
+            return self.returned
         return function(*args, **(kwargs or {}))
 
 
@@ -249,50 +262,61 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.sampled(64)
 @every_device
 @every_example
+@pytest.mark.parametrize("backend", [FIRST, "eager"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("backend", ["first", "eager"])
 def test_views_give_what_copies_give(name, layout, backend, device):
-    some = example(name, device=device, dtype=torch.float64)
+    check_views(example(name, device=device, dtype=torch.float64), layout, backend, 1e-12)
+
+
+def check_views(some: Example, layout: str, backend: str | None, bound: float) -> None:
     views = {n: LAYOUTS[layout](t) if t.is_floating_point() and t.dim() > 1 else t for n, t in some.tensors.items()}
     copies = some._replace(tensors={n: t.contiguous() for n, t in views.items()})
     before = {n: t.clone() for n, t in views.items()}
     leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in views.items()}
-    if backend == "first":
+    with forced(backend):
         actual = differentiate(some.call, leaves)
-    else:
-        with ops.backend(backend):
-            actual = differentiate(some.call, leaves)
-    assert_close(actual, results(copies), 1e-12)
+    assert_close(actual, results(copies), bound)
     assert all(torch.equal(t, before[n]) for n, t in views.items())
 
 
 @every_device
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if "attention" in name and "deformable" not in name])
 def test_logits_broadcast(name, device):
-    """Logits of size 1 in batch or heads give what expanded ones give; their gradient is the sum."""
-    some = example(name, device=device, dtype=torch.float64)
+    """Logits of size 1 in batch, heads or queries give what expanded ones give; their gradient is the sum."""
+    check_broadcast(example(name, device=device, dtype=torch.float64), name, FIRST, 1e-12)
+
+
+def check_broadcast(some: Example, name: str, backend: str | None, bound: float) -> None:
     B, M = some.tensors["value"].shape[:2]
-    for kept in ((1, M), (B, 1), (1, 1)):
-        shared = {n: t[: kept[0], : kept[1]] if "logits" in n else t for n, t in some.tensors.items()}
-        spread = {n: t.expand(B, M, *t.shape[2:]) if "logits" in n else t for n, t in shared.items()}
+    queries = dict(global_attention=(2, 3), sequence_attention=(2,)).get(name.split(",")[0], ())
+    for axes in ((0,), (1,), (0, 1), *([queries] if queries and "query" in some.tensors else [])):
+        shared, spread = dict(some.tensors), dict(some.tensors)
+        for n, logits in some.tensors.items():
+            if "logits" in n and not (axes == queries and n == "key_logits"):
+                shared[n] = logits[tuple(slice(1) if axis in axes else slice(None) for axis in range(logits.dim()))]
+                spread[n] = shared[n].expand(B, M, *logits.shape[2:])
         expected = results(some._replace(tensors=spread))
         shapes = {n: t.shape for n, t in shared.items()} | dict(output=expected["output"].shape)
-        assert_close(
-            results(some._replace(tensors=shared)), {n: t.sum_to_size(shapes[n]) for n, t in expected.items()}, 1e-12
-        )
+        with forced(backend):
+            actual = results(some._replace(tensors=shared))
+        assert_close(actual, {n: t.sum_to_size(shapes[n]) for n, t in expected.items()}, bound)
 
 
 @pytest.mark.parametrize("device", [*DEVICES, "meta"])
 @pytest.mark.parametrize("batch", [0, 2])
 @every_example
 def test_empty_batches_and_shapes_without_data(name, batch, device):
-    some = example(name, device=device, batch=batch)
+    check_batch(example(name, device=device, batch=batch), name, batch, FIRST)
+
+
+def check_batch(some: Example, name: str, batch: int, backend: str | None) -> None:
     leaves = some.leaves()
-    output = some.call(**leaves)
+    with forced(backend):
+        output = some.call(**leaves)
+        grads = torch.autograd.grad(output.sum(), [leaves[n] for n in some.floats()])
     assert output.shape == example(name, batch=2).call(**example(name, batch=2).tensors)[:batch].shape
-    grads = torch.autograd.grad(output.sum(), [leaves[n] for n in some.floats()])
     assert [g.shape for g in grads] == [t.shape for t in some.floats().values()]
-    if batch == 0 and device != "meta":
+    if batch == 0 and not output.is_meta:
         assert not any(g.any() for g in grads)
 
 
@@ -333,13 +357,20 @@ def test_forward_mode_is_refused(name, device):
 
 @every_device
 @every_example
-def test_only_wanted_gradients(name, device):
-    some = example(name, device=device, dtype=torch.float64)
+@pytest.mark.parametrize("backend", [FIRST, "eager"])
+def test_only_wanted_gradients(name, backend, device):
+    check_wanted(example(name, device=device, dtype=torch.float64), backend, 1e-12)
+
+
+def check_wanted(some: Example, backend: str | None, bound: float) -> None:
     expected = results(some)
     for wanted in some.floats():
         leaves = {n: t.detach().clone().requires_grad_(n == wanted) for n, t in some.tensors.items()}
-        actual = differentiate(some.call, leaves)
-        assert_close(actual, {n: expected[n] for n in ("output", wanted)}, 1e-12)
+        with forced(backend), Calls() as recorded:
+            actual = differentiate(some.call, leaves)
+        assert_close(actual, {n: expected[n] for n in ("output", wanted)}, bound)
+        if "prefix_key" not in some.tensors:
+            assert sum(g.numel() > 0 for g in recorded.returned) == 1
     with torch.no_grad():
         assert not some.call(**some.leaves()).requires_grad
 

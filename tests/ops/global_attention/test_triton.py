@@ -13,7 +13,7 @@ from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn, results_and_gradients
+from tests.helpers.triton_checks import DEVICE, DTYPES, check, needs_triton, randn
 from tests.ops.global_attention.operands import COMBINATIONS
 
 pytestmark = [needs_triton, pytest.mark.sampled(4, every_value=False)]
@@ -40,12 +40,6 @@ def make(present=(True,) * 4, B=2, M=2, grid=(3, 5), keys=(4, 6), d=8, dv=12, dt
 @pytest.mark.parametrize("present", COMBINATIONS)
 def test_any_terms(present):
     check(ATTEND, make(present), OPTIONS)
-
-
-@DTYPES
-@pytest.mark.parametrize("present", [(True,) * 4, (True, False, False, False), (False, True, True, True)])
-def test_dtypes(present, dtype):
-    check(ATTEND, make(present, B=1, grid=(7, 10), keys=(5, 9), d=28, dv=20, dtype=dtype), OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -81,52 +75,9 @@ def test_row_gradients_of_wide_maps_are_added_in_float32(dtype):
     check(ATTEND, make(B=1, grid=(2, 3), keys=(3, 150), dtype=dtype), OPTIONS)
 
 
-@pytest.mark.parametrize("names", [(), ("row_logits",), ("column_logits",), ("key_logits",), LOGITS])
-@pytest.mark.parametrize("content", [True, False])
-def test_logits_that_broadcast(names, content):
-    terms = make((content, True, True, True), grid=(3, 4), keys=(3, 5))
-    axes = {"row_logits": (0, 3), "column_logits": (1, 2), "key_logits": (0, 1)}
-    for name in names:
-        logits = getattr(terms, name)
-        for axis in axes[name]:
-            logits = logits.narrow(axis, 0, 1)
-        terms = terms._replace(**{name: logits})
-    check(ATTEND, terms, OPTIONS)
-
-
-def test_logits_that_are_the_same_everywhere():
-    terms = make(grid=(3, 4), keys=(4, 5))
-    check(ATTEND, terms._replace(**{name: getattr(terms, name)[:1, :1] for name in LOGITS}), OPTIONS)
-    check(ATTEND, terms._replace(row_logits=terms.row_logits[:1, :1, :1, :1]), OPTIONS)
-
-
-def inner_heads(tensor):
-    """The same numbers, heads behind columns in memory."""
-    return tensor.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
-
-
 def crop(tensor):
     """Every second row of a larger map, so that its cells are not evenly spaced."""
     return torch.stack((tensor, tensor), 3).flatten(2, 3)[:, :, ::2]
-
-
-def across(tensor):
-    """The same numbers, the last axis outermost in memory: the one that is copied."""
-    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-@pytest.mark.parametrize("layout", [inner_heads, crop, across], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("present", [(True,) * 4, (True, False, False, True)])
-def test_strides(layout, present):
-    terms = make(present, B=1, grid=(3, 4), keys=(5, 6))
-    check(ATTEND, Terms(*(t if t is None or t.dim() == 4 else layout(t) for t in terms)), OPTIONS)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_strides_of_one_term(name):
-    terms = make(B=1, grid=(3, 4), keys=(5, 6))
-    layout = across if name == "key_logits" else crop
-    check(ATTEND, terms._replace(**{name: layout(getattr(terms, name))}), OPTIONS)
 
 
 @DTYPES
@@ -175,18 +126,6 @@ def test_log_sum_exp_is_that_of_the_other_backends():
     torch.testing.assert_close(*sums, rtol=1e-5, atol=1e-5)
 
 
-def test_some_gradients():
-    terms, grad = make(), randn(2, 2, 3, 5, 12)
-    everything = results_and_gradients(ATTEND, terms, OPTIONS, grad)[1:]
-    with backend("triton"):
-        output, lse = ATTEND._forward(*terms, *OPTIONS)
-        for number in range(6):
-            needs = [n == number for n in range(6)]
-            grads = ATTEND._backward(grad, *terms, output, lse, *OPTIONS, needs)
-            torch.testing.assert_close(grads[number], everything[number])  # compiled, it may add in another order
-            assert all(g.numel() == 0 for n, g in enumerate(grads) if n != number)
-
-
 @interpreted
 def test_empty_batches_and_widths():
     with backend("triton"):
@@ -209,18 +148,6 @@ def test_gradients_through_the_operator_twice():
             gradients.append([*first, *torch.autograd.grad(sum(g.square().sum() for g in first), terms)])
     for ours, expected in zip(*gradients):
         torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-4)
-
-
-@interpreted
-def test_prefix_keys():
-    query, key, value, row, column, near = make(grid=(3, 4), keys=(4, 5))
-    prefix = dict(prefix_key=randn(2, 2, 3, 8, seed=7), prefix_value=randn(2, 2, 3, 12, seed=8))
-    for logits in (dict(row_logits=row, column_logits=column, key_logits=near), {}):
-        outputs = []
-        for name in ("triton", "reference"):
-            with backend(name):
-                outputs.append(global_attention(query, key, value, **logits, **prefix, scale=0.3))
-        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 def test_offsets_of_64_bits(monkeypatch):
