@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import pytest
@@ -82,21 +81,6 @@ def test_sizes(T, S, K, d, dv, start, causal):
     check(ATTEND, terms, options(start=start, causal=causal), 1e-4 if T == 1 else None)
 
 
-@pytest.mark.sampled(3, every_value=False)
-@pytest.mark.parametrize("axes", [axes for n in (1, 2, 3) for axes in itertools.combinations(range(3), n)])
-def test_shared_logits(axes, small_tiles):
-    """Their gradients are sums over the axes along which they are broadcast."""
-    terms = operands(B=2, M=2, T=18, S=20, shared=(None, None, None))
-
-    def narrow(logits):
-        for axis in axes:
-            logits = logits.narrow(axis, 0, 1)
-        return logits.contiguous()
-
-    terms = Terms(*terms[:3], *map(narrow, terms[3:]))
-    check(ATTEND, terms, options(scale=0.2))
-
-
 @DTYPES
 @pytest.mark.parametrize("shared", [None, 0, 1, 2])
 @pytest.mark.parametrize("S", [40, 41])
@@ -153,25 +137,6 @@ def test_only_the_band_is_seen(small_tiles):
     check(ATTEND, terms, options())
 
 
-def views() -> list[Terms]:
-    """Heads of one projection, time first; every other channel; expanded heads."""
-    T, B, M, d, K = 20, 2, 2, 8, 5
-    projected = randn(T, B, M * (3 * d + K))
-    q, k, v = (t.unflatten(-1, (M, d)).permute(1, 2, 0, 3) for t in projected[..., : 3 * M * d].chunk(3, -1))
-    band = projected[..., 3 * M * d :].unflatten(-1, (M, K)).permute(1, 2, 0, 3)
-    position = randn(B, M, T, 2 * T)[..., ::2]
-    return [
-        Terms(q, k, v, band, None, position),
-        Terms(q[..., ::2], k[..., ::2], v[..., 1::2], band[..., ::2], None, None),
-        Terms(q, k, v[:, :1].expand(-1, M, -1, -1), band[:1].expand(B, -1, -1, -1), None, None),
-    ]
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_views(number, small_tiles):
-    check(ATTEND, views()[number], options(causal=number == 0))
-
-
 def test_an_expanded_gradient(small_tiles):
     terms = operands((True, False, False, False))
     shape = terms.query.shape[:3] + terms.value.shape[3:]
@@ -181,19 +146,15 @@ def test_an_expanded_gradient(small_tiles):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
-def test_only_wanted_gradients(small_tiles):
+def test_gradients_without_the_output(small_tiles):
+    """A forward by another backend may not have kept it."""
     terms, how = operands(T=19, shared=(0, 1, 0)), options(causal=True)
     with backend("triton"):
         output, lse = ATTEND._forward(*terms, *how)
-        every = ATTEND._backward(torch.ones_like(output), *terms, output, lse, *how, [True] * 6)
+        given = ATTEND._backward(torch.ones_like(output), *terms, output, lse, *how, [True] * 6)
         anew = ATTEND._backward(torch.ones_like(output), *terms, None, lse, *how, [True] * 6)
-        for one, other in zip(every, anew):  # a forward by another backend may not have kept the output
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
-        for wanted in range(6):
-            needs = [n == wanted for n in range(6)]
-            grads = ATTEND._backward(torch.ones_like(output), *terms, output, lse, *how, needs)
-            torch.testing.assert_close(grads[wanted], every[wanted], rtol=0, atol=0)
-            assert all(grad.numel() == 0 for grad, need in zip(grads, needs) if not need)
+    for one, other in zip(given, anew):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("B, M, T, dv", [(0, 2, 5, 4), (2, 0, 5, 4), (2, 2, 0, 4), (2, 2, 5, 0)])
