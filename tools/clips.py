@@ -83,25 +83,13 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
     Raises:
         BadPicture: the clip cannot be read.
     """
-    return _read(Path(path), lambda total: SAMPLINGS[sampling](total, count))
-
-
-def read_whole(path: str | Path) -> list[Image.Image]:
-    """Read every frame of a clip in RGB, for random sampling.
-
-    Raises:
-        BadPicture: the clip cannot be read.
-    """
-    return _read(Path(path), lambda total: [*range(total)])
-
-
-def _read(path: Path, choose: Callable[[int], list[int]]) -> list[Image.Image]:
+    path = Path(path)
     if not path.is_dir():
-        return _decode(path, choose)
+        return _decode(path, lambda total: SAMPLINGS[sampling](total, count))
     files = pictures_in(path)
     if not files:
         raise BadPicture(f"{path} cannot be read as a clip: it holds no picture")
-    wanted = choose(len(files))
+    wanted = SAMPLINGS[sampling](len(files), count)
     frames = {n: open_picture(files[n]) for n in sorted(set(wanted))}
     sizes = {frame.size for frame in frames.values()}
     if len(sizes) > 1:
