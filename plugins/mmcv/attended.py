@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import modules
 from ..modules.common.kept import backward_pass, keep, kept
 from ..modules.common.weights import weights_of
-from ..modules.tokens.deformable_attention import SampledSaliency
+from ..modules.tokens.deformable_attention import SampledAttention
 from .transformer import deformable_forward
 
 Grid = tuple[int, int]
@@ -296,7 +296,7 @@ class TokenAttention(modules.SpatialSelfAttention):
         return grid
 
 
-class DeformableAttention(SampledSaliency, MultiScaleDeformableAttention):
+class DeformableAttention(SampledAttention, MultiScaleDeformableAttention):
     """mmcv's ``MultiScaleDeformableAttention`` on this package's operator, with ε3 as an option.
 
     It derives from mmcv's class, because detectors call that class's initialisation.

@@ -15,7 +15,7 @@ from mmengine.utils import deprecated_api_warning
 from torch import Tensor, nn
 
 from ..modules.common.untouched import has_global_hooks, untouched
-from ..modules.tokens.deformable_attention import attend
+from ..modules.tokens.deformable_attention import SampledAttention
 
 
 @deprecated_api_warning({"residual": "identity"}, cls_name="MultiScaleDeformableAttention")
@@ -33,7 +33,9 @@ def deformable_forward(
     **kwargs: Any,
 ) -> Tensor:
     """Compute deformable attention; see :meth:`attn_plugins.modules.MultiScaleDeformableAttention.forward`."""
-    return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
+    return SampledAttention.attend(
+        self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes
+    )
 
 
 @deprecated_api_warning({"residual": "identity"}, cls_name="MultiheadAttention")

@@ -15,12 +15,12 @@ from mmseg.registry import MODELS
 from mmseg.structures import SegDataSample
 
 from attn_plugins import modules
-from attn_plugins.modules.tokens.deformable_attention import SampledSaliency
+from attn_plugins.modules.tokens.deformable_attention import SampledAttention
 from tests.mm.mm_helpers import ROOT, dictionaries, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))
 SIZE = (48, 64)
-OURS = (SampledSaliency, *(getattr(modules, name) for name in modules.__all__ if name[0].isupper()))
+OURS = (SampledAttention, *(getattr(modules, name) for name in modules.__all__ if name[0].isupper()))
 LAYER_OF = {
     "bi-nl": modules.BilateralNonLocal2d,
     "bi-cc": modules.BilateralCrissCross2d,

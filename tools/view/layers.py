@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from attn_plugins.modules.common.capture import Captured, attention_layers, remember_calls
-from attn_plugins.modules.tokens.deformable_attention import samples
+from attn_plugins.modules.tokens.deformable_attention import SampledAttention
 from attn_plugins.ops.deformable_attention.deformable_attention import shapes_on_host
 
 # Titles of the four terms of Zhu et al. (2019), by the names of layers with all of them.
@@ -121,5 +121,6 @@ def points(call: Captured, level: int, cells: Tensor) -> tuple[Tensor, Tensor]:
     chosen = sum(H * W for H, W in levels[:level]) + cells[:, 0] * levels[level][1] + cells[:, 1]
     query, references = query[:, chosen], given["reference_points"][:, chosen]
     padding = given.get("key_padding_mask")
-    locations, weights = samples(call.layer, query, value, padding, references, given["spatial_shapes"])
+    shapes = given["spatial_shapes"]
+    locations, weights = SampledAttention.samples(call.layer, query, value, padding, references, shapes)
     return locations[0], weights[0]

@@ -84,7 +84,7 @@ class AAConv2d(RelativeTables):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        nn.Module.__init__(self)
+        super().__init__()
         positive(
             in_channels=in_channels, out_channels=out_channels, num_heads=num_heads, stride=stride, dilation=dilation,
             groups=groups,
@@ -175,7 +175,7 @@ class AAConv2d(RelativeTables):
         for projection in (self.qkv, self.proj):
             if projection is not None:
                 nn.init.xavier_uniform_(projection.weight)
-        super().reset_parameters()
+        self.reset_tables()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ...ops import criss_cross_attention, reference
 from ...ops.common.axes import unflatten
 from ..common.attention import MapAttention
-from ..common.checks import check_map, positive
+from ..common.checks import check_map, one_of, positive
 from ..common.untouched import has_global_hooks, untouched
 from ..common.weights import checked_queries
 from .memory_format import add_scaled, to_channels_last
@@ -183,12 +183,19 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        super().__init__()
         positive(in_channels=in_channels, reduction=reduction)
+        one_of(Position, position=position)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         width = max(in_channels // reduction, 1)
-        super().__init__(position, input_size, width, resize_tables, **factory)
+        self.make_tables(position, input_size, width, resize_tables, **factory)
+        self.reset_parameters()
         self.reduction, self.scale = reduction, float(scale)
         self.make_layers(in_channels, width, gate_init, **factory)
+
+    def reset_parameters(self) -> None:
+        """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
+        self.reset_tables()
 
     def position_logits(self, x: Tensor, query: Tensor) -> Tensor | None:
         """Compute the products of queries and tables; None without tables."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.checks import check_map
+from ..common.checks import check_map, one_of
 from ..common.logits import MapLogits
 from .memory_format import in_format_of, to_channels_last
 from .non_local_block import Mode, NonLocalBlock, check_block
@@ -82,18 +82,21 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_block(in_channels, reduction, mode)
+        one_of(Position, position=position)
         if position == "relative" and "gaussian" not in mode:
             raise ValueError(f"position 'relative' needs mode 'gaussian' or 'embedded_gaussian', got mode {mode!r}")
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         compared = in_channels if mode == "gaussian" else max(in_channels // reduction, 1)
-        RelativeTables.__init__(self, position, input_size, compared, resize_tables, **factory)
+        super().__init__()
+        self.make_tables(position, input_size, compared, resize_tables, **factory)
+        self.reset_tables()  # a first draw, so that a seed gives the weights that it has always given
         self.make(in_channels, reduction, mode, use_scale, sub_sample, norm_layer, factory)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
-        NonLocalBlock.reset_parameters(self)
-        RelativeTables.reset_parameters(self)
+        super().reset_parameters()
+        self.reset_tables()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).

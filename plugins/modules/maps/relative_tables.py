@@ -11,36 +11,21 @@ from torch import Tensor, nn
 from ...terms.relative_position import relative_logits
 from ...terms.relative_table import resize_table
 from ..common.attention import MapAttention
-from ..common.checks import check_table_size, one_of, pair
+from ..common.checks import check_table_size, pair
 
 Position = Literal["none", "relative"]
 
 
 class RelativeTables(MapAttention):
-    """Base of modules with optional tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d).
+    """Mixin with optional tables ``height_rel`` (2H - 1, d) and ``width_rel`` (2W - 1, d).
 
     Row H - 1 + o of ``height_rel`` is for keys o rows below the query (Shaw et al. 2018; Bello et al. 2019).
     """
 
-    def __init__(
-        self,
-        position: Position,
-        input_size: int | Sequence[int] | None,
-        width: int,
-        resize_tables: bool,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        one_of(Position, position=position)
-        self.make_tables(position, input_size, width, resize_tables, device=device, dtype=dtype)
-        RelativeTables.reset_parameters(self)
-
     def make_tables(
         self, position: str, input_size: int | Sequence[int] | None, width: int, resize_tables: bool, **factory: Any
     ) -> None:
-        """Create the tables for ``position='relative'``, which needs an ``input_size``."""
+        """Create the tables for ``position='relative'``, which needs an ``input_size``; :meth:`reset_tables` draws."""
         size = None if input_size is None else pair("input_size", input_size)
         self.position, self.resize_tables = position, resize_tables
         self.input_size: tuple[int, int] | None = None
@@ -58,7 +43,7 @@ class RelativeTables(MapAttention):
         self.height_rel = nn.Parameter(torch.empty(2 * H - 1, width, **factory))
         self.width_rel = nn.Parameter(torch.empty(2 * W - 1, width, **factory))
 
-    def reset_parameters(self) -> None:
+    def reset_tables(self) -> None:
         """Draw the tables with deviation d^-1/2 (Bello et al. 2019, Figure 8)."""
         for table in (self.height_rel, self.width_rel):
             if table is not None:

@@ -150,17 +150,9 @@ class MultiheadSpatialAttention(SequenceAttention):
                 cache.keep(self.attention_range // 2)
         return output.expand(-1, query.shape[1], -1)  # with ε3 alone, all queries have the same result
 
-    def _logits(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
-    ) -> SequenceLogits:
+    def _logits(self, query: Tensor, *source: Any, cache: SequenceCache | None = None, **mask: Any) -> SequenceLogits:
         """Compute ε1 + ε3 as a product, the band of ε2 + ε4, and without ε1 the logits of ε3."""
-        keys = self._keys(query, key, value, key_padding_mask, cache)
+        keys = self._keys(query, *source, cache=cache, **mask)
         T, S = query.shape[1], keys.value.shape[2]
         projected = self._queries(query)
         band = self._band(projected, keys.value, T, S, keys.start, cache)
@@ -181,16 +173,10 @@ class MultiheadSpatialAttention(SequenceAttention):
         return keys._replace(query=content, key=content_key, band_logits=band, position_logits=position_logits)
 
     def _parts(
-        self,
-        query: Tensor,
-        key: Tensor | None = None,
-        value: Tensor | None = None,
-        *,
-        key_padding_mask: Tensor | None = None,
-        cache: SequenceCache | None = None,
+        self, query: Tensor, *source: Any, cache: SequenceCache | None = None, **mask: Any
     ) -> dict[str, SequenceLogits]:
         """Return the attention by each term alone, by its name in :class:`.AttentionTerms`."""
-        keys = self._keys(query, key, value, key_padding_mask, cache)
+        keys = self._keys(query, *source, cache=cache, **mask)
         T = query.shape[1]
         reach = self._reach(T, keys.value.shape[2], keys.start)
         # A band of zeros defines the number of queries and which keys are in range.
@@ -216,15 +202,18 @@ class MultiheadSpatialAttention(SequenceAttention):
     def _keys(
         self,
         query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        key_padding_mask: Tensor | None,
-        cache: SequenceCache | None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        key_padding_mask: Tensor | None = None,
+        cache: SequenceCache | None = None,
     ) -> SequenceLogits:
         """Return keys, values and masks, with those of the cache, before any logit is added."""
         key = None if key is query else key
         value = None if value is query and key is None else value
-        self._check(query, key, value, key_padding_mask, cache)
+        self._check(query, key, value, cache)
+        S = query.shape[1] if key is None else key.shape[1]
+        check_padding_mask(key_padding_mask, query.shape[0], S, query.device)
         start, shift = 0 if cache is None else cache.steps, None
         if key is None:
             keys, values, mask = self._projected(query, query, key_padding_mask, cache)
@@ -321,16 +310,9 @@ class MultiheadSpatialAttention(SequenceAttention):
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.scale == 1 else tensor * self.scale
 
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        key_padding_mask: Tensor | None,
-        cache: SequenceCache | None,
-    ) -> None:
+    def _check(self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: SequenceCache | None) -> None:
         check_sequence("query", query, self.embed_dim, self.out_proj)
-        B, S = query.shape[0], query.shape[1]
+        B = query.shape[0]
         if key is None:
             if value is not None:
                 raise ValueError("value must be None without key")
@@ -342,16 +324,14 @@ class MultiheadSpatialAttention(SequenceAttention):
             if self.causal:
                 raise ValueError("key must be None with causal=True, which is self-attention")
             check_sequence("key", key, self.kdim, self.out_proj, B)
-            S = key.shape[1]
             if value is not None:
                 check_sequence("value", value, self.kdim, self.out_proj, B)
-                if value.shape[1] != S:
-                    raise ValueError(f"value must have key's length {S}, got {value.shape[1]}")
-        check_padding_mask(key_padding_mask, B, S, query.device)
+                if value.shape[1] != key.shape[1]:
+                    raise ValueError(f"value must have key's length {key.shape[1]}, got {value.shape[1]}")
         if cache is not None:
             check_cache(cache, B)
-            if key is not None and cache.value is not None and cache.value.shape[2] != S:
-                raise ValueError(f"key must be that of the cache, of length {cache.value.shape[2]}, got {S}")
+            if key is not None and cache.value is not None and cache.value.shape[2] != key.shape[1]:
+                raise ValueError(f"key must be that of the cache, of length {cache.value.shape[2]}, got {key.shape[1]}")
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dim}, num_heads={self.num_heads}, attention_type={self.attention_type!r}"

@@ -17,11 +17,22 @@ from ...terms.saliency import sampled_saliency
 from ..common.checks import check_fits, check_heads, check_padding_mask, check_tensor, positive
 
 
-class SampledSaliency(nn.Module):
-    """Mixin with the parameters of ε3 for modules that call :func:`attend`."""
+class SampledAttention(nn.Module):
+    """Mixin with the forward of multi-scale deformable attention and the parameters of ε3.
+
+    ``SampledAttention.attend(layer, …)`` computes mmcv's layer as well, which has the same attributes but ε3's.
+    """
 
     embed_dims: int
     num_heads: int
+    num_levels: int
+    num_points: int
+    batch_first: bool
+    sampling_offsets: Any
+    attention_weights: Any
+    value_proj: Any
+    output_proj: Any
+    dropout: Any
     key_saliency: nn.Linear | None
     gate: nn.Parameter | None
 
@@ -46,8 +57,102 @@ class SampledSaliency(nn.Module):
                 state_dict.update(added)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
+    def attend(
+        self,
+        query: Tensor,
+        value: Tensor | None,
+        identity: Tensor | None,
+        query_pos: Tensor | None,
+        key_padding_mask: Tensor | None,
+        reference_points: Tensor | None,
+        spatial_shapes: Tensor | Sequence[Sequence[int]] | None,
+    ) -> Tensor:
+        """Run :meth:`MultiScaleDeformableAttention.forward`."""
+        value = query if value is None else value
+        for name, tokens, child in (("query", query, self.sampling_offsets), ("value", value, self.value_proj)):
+            check_tensor(name, tokens)
+            width = getattr(child, "in_features", self.embed_dims)
+            if tokens.dim() != 3 or tokens.shape[2] != width:
+                axes = "B, ·" if self.batch_first else "·, B"
+                raise ValueError(f"{name} must have shape ({axes}, {width}), got {tuple(tokens.shape)}")
+            check_fits(name, tokens, child)
+        check_tensor("reference_points", reference_points)
+        assert reference_points is not None
+        if spatial_shapes is None:
+            raise TypeError("spatial_shapes must be a Tensor or a sequence of (H, W), got NoneType")
+        identity = query if identity is None else identity
+        if query_pos is not None:
+            query = query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+        shapes = shapes_on_host(spatial_shapes)
+        B, Q, _ = query.shape
+        M, L = self.num_heads, self.num_levels
+        if len(shapes) != L:
+            raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
+        if not any(broadcasts(reference_points, (B, Q, L, numbers), 3) for numbers in (2, 4)):
+            raise ValueError(
+                f"reference_points must have shape {(B, Q, L)} + (2,) for points or (4,) for boxes, "
+                f"got {tuple(reference_points.shape)}"
+            )
+        values = self.value_proj(value)
+        if key_padding_mask is not None:
+            S = values.shape[1]
+            if isinstance(key_padding_mask, Tensor) and broadcasts(torch.atleast_2d(key_padding_mask), (B, S), 2):
+                key_padding_mask = key_padding_mask.expand(B, S)
+            check_padding_mask(key_padding_mask, B, S, values.device)
+            values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+        locations, weights = SampledAttention.samples(
+            self, query, value, key_padding_mask, reference_points, spatial_shapes
+        )
+        output = deformable_attention(unflatten(values, 2, (M, -1)), shapes, locations, weights)
+        output = self.output_proj(output)
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        return self.dropout(output) + identity
 
-class MultiScaleDeformableAttention(SampledSaliency):
+    def samples(
+        self,
+        query: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        reference_points: Tensor,
+        spatial_shapes: Tensor | Sequence[Sequence[int]],
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the sampling locations and the weight of every point.
+
+        Args:
+            query: (B, Q, C), including its position.
+            value: (B, S, C).
+            key_padding_mask: (B, S), bool.
+            reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
+            spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
+
+        Returns:
+            Locations (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map, and weights (B, Q, M, L, K).
+        """
+        B, Q, _ = query.shape
+        M, L, K = self.num_heads, self.num_levels, self.num_points
+        # Half precision cannot resolve half a pixel on a wide map.
+        places = torch.float64 if query.dtype == torch.float64 else torch.float32
+        offsets = self.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
+        points = reference_points.to(places)[:, :, None, :, None]
+        if reference_points.shape[3] == 2:
+            sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
+            locations = points + offsets / sizes.view(L, 1, 2)
+        else:
+            locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
+        logits = self.attention_weights(query).view(B, Q, M, L * K)
+        key_saliency = getattr(self, "key_saliency", None)
+        if key_saliency is not None:
+            saliency = key_saliency(value) * self.gate
+            if key_padding_mask is not None:
+                saliency = saliency.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
+            logits = logits + sampled_saliency(saliency, shapes_on_host(spatial_shapes), locations).flatten(3)
+        return locations, logits.softmax(-1, dtype=places).view(B, Q, M, L, K)
+
+
+class MultiScaleDeformableAttention(SampledAttention):
     """Attention from every query to a few points near its reference point, on feature maps of several sizes.
 
     ::
@@ -167,102 +272,8 @@ class MultiScaleDeformableAttention(SampledSaliency):
             ValueError: a shape or a device does not match.
             TypeError: a required argument is None, or query or value does not have the module's dtype.
         """
-        return attend(self, query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
+        return self.attend(query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 
     def extra_repr(self) -> str:
         text = f"{self.embed_dims}, {self.num_heads}, num_levels={self.num_levels}, num_points={self.num_points}"
         return text + (", key_saliency=True" if self.key_saliency is not None else "")
-
-
-def attend(
-    module: Any,
-    query: Tensor,
-    value: Tensor | None,
-    identity: Tensor | None,
-    query_pos: Tensor | None,
-    key_padding_mask: Tensor | None,
-    reference_points: Tensor | None,
-    spatial_shapes: Tensor | Sequence[Sequence[int]] | None,
-) -> Tensor:
-    """Run :meth:`MultiScaleDeformableAttention.forward` for any module with its attributes, including mmcv's."""
-    value = query if value is None else value
-    for name, tokens, child in (("query", query, module.sampling_offsets), ("value", value, module.value_proj)):
-        check_tensor(name, tokens)
-        width = getattr(child, "in_features", module.embed_dims)
-        if tokens.dim() != 3 or tokens.shape[2] != width:
-            axes = "B, ·" if module.batch_first else "·, B"
-            raise ValueError(f"{name} must have shape ({axes}, {width}), got {tuple(tokens.shape)}")
-        check_fits(name, tokens, child)
-    check_tensor("reference_points", reference_points)
-    assert reference_points is not None
-    if spatial_shapes is None:
-        raise TypeError("spatial_shapes must be a Tensor or a sequence of (H, W), got NoneType")
-    identity = query if identity is None else identity
-    if query_pos is not None:
-        query = query + query_pos
-    if not module.batch_first:
-        query, value = query.transpose(0, 1), value.transpose(0, 1)
-    shapes = shapes_on_host(spatial_shapes)
-    B, Q, _ = query.shape
-    M, L = module.num_heads, module.num_levels
-    if len(shapes) != L:
-        raise ValueError(f"spatial_shapes must have num_levels = {L} levels, got {len(shapes)}")
-    if not any(broadcasts(reference_points, (B, Q, L, numbers), 3) for numbers in (2, 4)):
-        raise ValueError(
-            f"reference_points must have shape {(B, Q, L)} + (2,) for points or (4,) for boxes, "
-            f"got {tuple(reference_points.shape)}"
-        )
-    values = module.value_proj(value)
-    if key_padding_mask is not None:
-        S = values.shape[1]
-        if isinstance(key_padding_mask, Tensor) and broadcasts(torch.atleast_2d(key_padding_mask), (B, S), 2):
-            key_padding_mask = key_padding_mask.expand(B, S)
-        check_padding_mask(key_padding_mask, B, S, values.device)
-        values = values.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-    locations, weights = samples(module, query, value, key_padding_mask, reference_points, spatial_shapes)
-    output = deformable_attention(unflatten(values, 2, (M, -1)), shapes, locations, weights)
-    output = module.output_proj(output)
-    if not module.batch_first:
-        output = output.transpose(0, 1)
-    return module.dropout(output) + identity
-
-
-def samples(
-    module: Any,
-    query: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    reference_points: Tensor,
-    spatial_shapes: Tensor | Sequence[Sequence[int]],
-) -> tuple[Tensor, Tensor]:
-    """Compute the sampling locations of a module and the weight of every point.
-
-    Args:
-        module: See :func:`attend`.
-        query: (B, Q, C), including its position.
-        value: (B, S, C).
-        key_padding_mask: (B, S), bool.
-        reference_points: (B, Q, L, 2) or boxes (B, Q, L, 4).
-        spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)).
-
-    Returns:
-        Locations (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map, and weights (B, Q, M, L, K).
-    """
-    B, Q, _ = query.shape
-    M, L, K = module.num_heads, module.num_levels, module.num_points
-    # Half precision cannot resolve half a pixel on a wide map.
-    places = torch.float64 if query.dtype == torch.float64 else torch.float32
-    offsets = module.sampling_offsets(query).to(places).view(B, Q, M, L, K, 2)
-    points = reference_points.to(places)[:, :, None, :, None]
-    if reference_points.shape[3] == 2:
-        sizes = torch.as_tensor(spatial_shapes, device=query.device).flip(-1).to(places)  # (W, H)
-        locations = points + offsets / sizes.view(L, 1, 2)
-    else:
-        locations = points[..., :2] + offsets / K * points[..., 2:] * 0.5
-    logits = module.attention_weights(query).view(B, Q, M, L * K)
-    if getattr(module, "key_saliency", None) is not None:
-        saliency = module.key_saliency(value) * module.gate
-        if key_padding_mask is not None:
-            saliency = saliency.masked_fill(key_padding_mask.unsqueeze(-1), 0.0)
-        logits = logits + sampled_saliency(saliency, shapes_on_host(spatial_shapes), locations).flatten(3)
-    return locations, logits.softmax(-1, dtype=places).view(B, Q, M, L, K)
