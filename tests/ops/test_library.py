@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attn_plugins.ops import backend, deform_conv2d, deformable_attention, explain, window_attention
 from attn_plugins.ops.common import backends, library
 from attn_plugins.ops.deform_conv import cuda, deform_conv
+from attn_plugins.ops.window_attention.operands import Options
 from attn_plugins.ops.window_attention.operands import Terms as WindowTerms
 from attn_plugins.ops.window_attention.window_attention import ATTEND
 
@@ -57,7 +58,8 @@ def test_what_serves_instead_is_logged_once(gpus, caplog):
     with caplog.at_level(logging.WARNING, logger="attn_plugins"):
         for _ in range(2):
             backends.choose("deform_conv2d", deform_conv.CONVOLVE.table, terms, None)
-            backends.choose("window_attention", ATTEND.table, WindowTerms(*window[:4]), None)
+            options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 1.0)
+            backends.choose("window_attention", ATTEND.table, WindowTerms(*window[:4]), options)
     assert [record.getMessage() for record in caplog.records] == [
         f"attn_plugins computes {name} on cuda with its PyTorch implementation: {WORDS}"
         for name in ("deform_conv2d", "window_attention")
