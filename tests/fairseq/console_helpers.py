@@ -21,10 +21,13 @@ def parameters(folder: Path) -> dict[str, torch.Tensor]:
 def in_one_process(*commands: list[Any], check: bool = True) -> list[str]:
     """Run console scripts one after another in one interpreter and return the output of each, errors included."""
     code = f"""
-import json, runpy, sys, traceback
+import json, logging, runpy, sys
 for command in json.loads(sys.argv[1]):
     sys.argv = [{script("")!r} + command[0], *command[1:]]
     print("=== next", flush=True)
+    handlers = logging.getLogger().handlers
+    if [getattr(one.formatter, "_fmt", None) for one in handlers] == [logging.BASIC_FORMAT]:
+        handlers.clear()  # of an import that logs, where iopath is installed
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except SystemExit as end:
