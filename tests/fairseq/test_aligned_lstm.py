@@ -76,7 +76,7 @@ def test_two_threads_keep_their_own_sources(recurrence):
     model = build("additive", recurrence=recurrence).eval().double()
     samples = [batch(model), batch(model)]
     expected = [model(**sample)[0] for sample in samples]
-    together, started = threading.Barrier(2, timeout=60), threading.local()
+    together, started = threading.Barrier(2, timeout=600), threading.local()
 
     def wait(*_):
         if not hasattr(started, "yes"):

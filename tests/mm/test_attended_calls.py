@@ -39,7 +39,7 @@ def test_threads_and_calls_within_calls_keep_their_maps(model):
     def pause(module, inputs, keywords):
         if threading.current_thread() is other and not encoded.is_set():
             encoded.set()
-            assert resume.wait(60)
+            assert resume.wait(600)
         elif "inner" not in results and threading.current_thread() is not other:
             results["inner"] = None
             results["inner"] = run(model, WIDE)  # while the call of TALL is between its positions and its layers
@@ -48,7 +48,7 @@ def test_threads_and_calls_within_calls_keep_their_maps(model):
     handle = model.encoder.register_forward_pre_hook(pause, with_kwargs=True)
     try:
         other.start()
-        assert encoded.wait(60)
+        assert encoded.wait(600)
         results["outer"] = run(model, TALL)
     finally:
         resume.set()

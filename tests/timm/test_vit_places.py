@@ -40,12 +40,12 @@ def test_a_paused_thread_keeps_its_grid(model):
     def pause(module: nn.Module, inputs: tuple) -> None:
         if threading.get_ident() != main:
             reached.set()
-            assert resume.wait(20)
+            assert resume.wait(600)
 
     model.norm_pre.register_forward_pre_hook(pause)
     with ThreadPoolExecutor(1) as pool:
         paused = pool.submit(torch.inference_mode()(model), picture(*WIDE))
-        assert reached.wait(20)
+        assert reached.wait(600)
         torch.testing.assert_close(model(picture(*TALL)), tall)
         resume.set()
         torch.testing.assert_close(paused.result(), wide)
