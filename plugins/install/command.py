@@ -157,9 +157,11 @@ def pip(
         build.write_text(f"[build_ext]\nparallel = {os.cpu_count() or 1}\nuse_ninja =\n")
         files = ["-c", str(kept), *(["-c", str(constraint)] if constraint else [])]
         command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "-q", *options.split()]
-        # torch must not load a half-installed attn_plugins here. setuptools compiles fairseq's extensions in parallel;
-        # with ninja, torch would write one build.ninja for all of them.
-        changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1", "DIST_EXTRA_CONFIG": str(build)}
+        # torch must not load a half-installed attn_plugins here.
+        changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1"}
+        if "--no-build-isolation" in options:  # else torch's build_ext, which knows the option, is not there
+            # setuptools compiles fairseq's extensions in parallel; with ninja, torch would write one build.ninja for all.
+            changes["DIST_EXTRA_CONFIG"] = str(build)
         environment = {**os.environ, **changes, **(variables or {})}
         print(f"  pip install {options} {' '.join(requirements)}", flush=True)
         status = subprocess.run(

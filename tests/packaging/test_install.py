@@ -167,11 +167,14 @@ def test_pip_keeps_every_other_version(monkeypatch, tmp_path):
     monkeypatch.setattr(command, "installed", lambda: there)
     written = tmp_path / "kept.txt"
     (tmp_path / "pip.py").write_text(
-        f"import shutil, sys; shutil.copy(sys.argv[sys.argv.index('-c') + 1], {str(written)!r})"
+        "import os, shutil, sys\n"
+        f"shutil.copy(sys.argv[sys.argv.index('-c') + 1], {str(written)!r})\n"
+        "assert ('DIST_EXTRA_CONFIG' in os.environ) == ('--no-build-isolation' in sys.argv)\n"  # use_ninja is torch's
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     command.pip(None, ["asked>=3"])
     assert written.read_text().split() == ["torch==2.11.0", "six==1.0"]
+    command.pip(None, ["asked>=3"], "--no-build-isolation")
     (tmp_path / "pip.py").write_text("raise SystemExit(1)")
     with pytest.raises(InstallError, match="pip failed with status 1"):
         command.pip(None, ["asked>=3"])
