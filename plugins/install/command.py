@@ -160,7 +160,7 @@ def pip(
         # torch must not load a half-installed attn_plugins here.
         changes = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PIP_NO_INPUT": "1"}
         if "--no-build-isolation" in options:  # else torch's build_ext, which knows the option, is not there
-            # setuptools compiles fairseq's extensions in parallel; with ninja, torch would write one build.ninja for all.
+            # setuptools compiles extensions in parallel; with ninja, torch would write one build.ninja for all.
             changes["DIST_EXTRA_CONFIG"] = str(build)
         environment = {**os.environ, **changes, **(variables or {})}
         print(f"  pip install {options} {' '.join(requirements)}", flush=True)
