@@ -1,8 +1,8 @@
 """What we replace or accelerate behaves as what it replaces: the table of docs/reliability.md, cell by cell.
 
 A test does the same thing to a stock layer and to ours, compares what comes out, and compares the verdict with the
-table: "as stock"; "stock's code", if our operators are called in no part of it; "works", where stock fails; "fails as stock";
-"clear error"; or "no dropout". ``python -m tests.mm.test_replaced_layers`` prints the table.
+table: "as stock"; "stock's code", if our operators are called in no part of it; "works", where stock fails; "fails as
+stock"; "clear error"; or "no dropout". ``python -m tests.mm.test_replaced_layers`` prints the table.
 """
 
 from __future__ import annotations
