@@ -10,8 +10,8 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
   m.def(
       "deform_conv2d_backward_kernel(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, "
       "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
-      "bool needs_input, bool needs_offset, bool needs_weight) "
-      "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask)");
+      "bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) "
+      "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask, Tensor grad_bias)");
   // CPU kernels of attn_plugins::global_attention, which plugins/ops defines for every device. *_columns are
   // packed as (B, M, width, keys) and *_rows as (B, M, keys, width), with the last axis padded.
   m.def(

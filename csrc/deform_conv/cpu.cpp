@@ -178,7 +178,7 @@ struct CpuKernels {
 
   static void add_bias(const Tensor& rows, const Tensor& bias) {
     const int64_t width = rows.size(1);
-    const Tensor row = contiguous(bias);
+    const Tensor row = as_contiguous(bias);
     for_element(rows, [&](auto element) {
       using E = decltype(element);
       torch::stable::parallel_for(0, rows.size(0), 64, [&](int64_t begin, int64_t end) {

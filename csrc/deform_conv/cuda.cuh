@@ -198,7 +198,7 @@ struct CudaKernels {
   static Tensor channels_last(const Tensor& t) {
     const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
     const bool planes = (W == 1 || t.stride(3) == 1) && (H == 1 || t.stride(2) == W);
-    if (is_channels_last(t) || !planes || C == 1) return to_channels_last(t);
+    if (is_channels_last(t) || !planes || C == 1 || H * W == 1) return to_channels_last(t);
     const Tensor out = empty_like_options(t, {N, H, W, C});
     transpose_images(t, out, N, C, H * W, t.stride(0), t.stride(1));
     return out;
@@ -211,7 +211,7 @@ struct CudaKernels {
 
   static void add_bias(const Tensor& rows, const Tensor& bias) {
     const int64_t count = rows.size(0), width = rows.size(1);
-    const Tensor row = contiguous(bias);
+    const Tensor row = as_contiguous(bias);
     for_type(rows.scalar_type(), [&](auto zero) {
       using T = decltype(zero);
       T* to = data_of<T>(rows);
@@ -224,7 +224,7 @@ struct CudaKernels {
 
   static void add_plane_bias(const Tensor& planes, const Tensor& bias) {
     const int64_t channels = planes.size(1), pixels = planes.size(2) * planes.size(3);
-    const Tensor row = contiguous(bias);
+    const Tensor row = as_contiguous(bias);
     for_type(planes.scalar_type(), [&](auto zero) {
       using T = decltype(zero);
       T* to = data_of<T>(planes);

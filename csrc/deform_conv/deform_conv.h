@@ -47,22 +47,17 @@ inline DeformConvGeometry deform_conv_geometry(const Tensor& input, const Tensor
 
 // (N, C, H, W) of any strides -> contiguous (N, H, W, C); no copy if the input is channels-last.
 inline Tensor to_channels_last(const Tensor& t) {
-  return contiguous(permuted(t, {0, 2, 3, 1}));
+  return as_contiguous(permuted(t, {0, 2, 3, 1}));
 }
 
-// Decides whether a result is channels-last: if its source is. The fake functions in
-// plugins/ops/deform_conv/deform_conv.py follow the same rule.
-inline bool is_channels_last(const Tensor& t) {
-  if (t.is_contiguous()) return false;
-  int64_t expected = 1;
-  for (int64_t dim : {1, 3, 2, 0}) {
-    if (t.size(dim) != 1 && t.stride(dim) != expected) return false;
-    expected *= t.size(dim);
-  }
-  return true;
+// (N, channels, height, width) -> its sums over all but the channels.
+inline Tensor sum_of_pixels(const Tensor& t) {
+  return call("aten::sum", "dim_IntList", t, std::optional<Sizes>({0, 2, 3}), false, std::optional<ScalarType>());
 }
 
-// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
+// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous. Results
+// are channels-last where their source is; the fake functions in plugins/ops/deform_conv/deform_conv.py follow the
+// same rule.
 inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
                            int64_t height, int64_t width) {
   return channels_last ? permuted(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
@@ -74,25 +69,20 @@ inline Tensor images(const Tensor& t, int64_t start, int64_t count) {
   return t.defined() && t.size(0) != count ? narrowed(t, 0, start, count) : t;
 }
 
-// (out_channels, Cg, Kh, Kw) -> (G, out_channels / G, K * Cg).
-inline Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
-  return reshaped(permuted(weight, {0, 2, 3, 1}),
-                  {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
-}
-
 // Rows [start, start + length) of a chunk's (pixels, out_channels), viewed as (G, length, out_channels / G).
 inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
-  return permuted(reshaped(narrowed(rows, 0, start, length), {length, g.groups, g.out_channels / g.groups}),
-                  {1, 0, 2});
+  const int64_t width = g.out_channels / g.groups;
+  return view_of(rows, {g.groups, length, width}, {width, g.out_channels, 1}, start * g.out_channels);
 }
 
 // Drops the axis of groups if there is one group, so that products are plain matrix products.
 inline Tensor matrices(const Tensor& t) {
-  return t.size(0) == 1 ? torch::stable::select(t, 0, 0) : t;
+  return t.size(0) == 1 ? view_of(t, {t.size(1), t.size(2)}, {t.stride(1), t.stride(2)}) : t;
 }
 
-inline Tensor transposed(const Tensor& t) {
-  return transpose(t, -2, -1);
+// `count` times the matrix t (rows, columns).
+inline Tensor repeated(const Tensor& t, int64_t count) {
+  return view_of(t, {count, t.size(0), t.size(1)}, {0, t.stride(0), t.stride(1)});
 }
 
 // out = a @ b, for matrices or batches of one matrix per group.
@@ -115,10 +105,9 @@ class __attribute__((visibility("hidden"))) Columns {
       memory_ = Tensor(), view_ = Tensor();  // free the old memory before allocating the new
       memory_ = empty_like_options(like, {count});
     }
-    const Tensor part = memory_.size(0) == count ? memory_ : narrowed(memory_, 0, 0, count);
     groups_ = groups, length_ = length;
-    view_ = reshaped(part, groups == 1 ? std::vector<int64_t>{length, width}
-                                       : std::vector<int64_t>{groups, length, width});
+    const Sizes sizes = groups == 1 ? Sizes{length, width} : Sizes{groups, length, width};
+    view_ = view_of(memory_, sizes, contiguous_strides(sizes));
     return view_;
   }
 
@@ -161,6 +150,22 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static ScalarType accumulate_type(t)             dtype of the sums of input and weight gradients
 //   static ScalarType compute_type(t)                dtype of the computation on t
 
+// (out_channels, Cg, Kh, Kw) -> matrices of (G, out_channels / G, K * Cg).
+template <class Kernels>
+Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
+  return matrices(reshaped(Kernels::channels_last(weight),
+                           {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()}));
+}
+
+// The reverse, from contiguous matrices of any dtype.
+template <class Kernels>
+Tensor unpack_weight(const Tensor& packed, const Tensor& like, const DeformConvGeometry& g) {
+  const Tensor rows = reshaped(packed, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()});
+  const Tensor weight = empty_like_options(like, {g.out_channels, g.channels_per_group(), g.Kh, g.Kw});
+  Kernels::channels_first(rows, weight);
+  return weight;
+}
+
 // Convolves one chunk, input (N, C, H, W), into output rows (pixels, out_channels). weight: matrices of
 // (G, K * Cg, out / G).
 template <class Kernels>
@@ -178,8 +183,7 @@ void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const
     if (g.groups == 1) {
       mm_out(rows, columns, weight);
     } else {
-      Tensor groups_of_rows = group_rows(output, start, length, g);
-      torch::stable::copy_(groups_of_rows, torch::stable::matmul(columns, weight));
+      copy_to(group_rows(output, start, length, g), torch::stable::matmul(columns, weight));
     }
     if (bias.defined()) Kernels::add_bias(rows, bias);
   }
@@ -200,8 +204,8 @@ void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, con
   const int64_t together = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, g.N));
   const int64_t block = together > 1 ? pixels : Kernels::block_pixels(one, bytes);
   const Tensor planes = reshaped(output, {g.N * g.groups, g.out_channels / g.groups, pixels});
-  const auto weights = [&](int64_t count) { return count == 1 ? weight : expanded(weight, {count, -1, -1}); };
-  const Tensor repeated = weights(together);
+  const auto weights = [&](int64_t count) { return count == 1 ? weight : repeated(weight, count); };
+  const Tensor factors = weights(together);
   for (int64_t n = 0; n < g.N; n += together) {
     const int64_t count = std::min(together, g.N - n), matrix_count = count * g.groups;
     const Tensor image = matrices(narrowed(planes, 0, n * g.groups, matrix_count));
@@ -210,7 +214,7 @@ void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, con
       const Tensor& columns = memory.resize(input, matrix_count, length, width);
       Kernels::sample(g, input, offset, mask, columns, n * pixels + start, count * length);
       const Tensor out = length == pixels ? image : narrowed(image, -1, start, length);
-      product_out(out, count == together ? repeated : weights(count), transposed(columns));
+      product_out(out, count == together ? factors : weights(count), transposed(columns));
     }
   }
 }
@@ -227,7 +231,7 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor bias = bias_ ? to_dtype(*bias_, type) : Tensor();
-  const Tensor packed = matrices(pack_weight(to_dtype(weight_, type), g)), weight = transposed(packed);
+  const Tensor packed = pack_weight<Kernels>(to_dtype(weight_, type), g), weight = transposed(packed);
 
   const bool channels_last = is_channels_last(input_);
   const bool planes = !channels_last && Kernels::writes_planes(g, input.element_size());
@@ -312,11 +316,14 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
 }
 
 template <class Kernels>
-std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
     const Tensor& grad_output_, const Tensor& input_, const Tensor& offset_, const Tensor& weight_,
     std::optional<Tensor> mask_, std::vector<int64_t> stride, std::vector<int64_t> padding,
     std::vector<int64_t> dilation, int64_t groups, int64_t offset_groups, bool needs_input, bool needs_offset,
-    bool needs_weight) {
+    bool needs_weight, bool needs_bias) {
+  const auto none = [&] { return empty_like_options(input_, {0}); };  // results must not share memory
+  const Tensor grad_bias = needs_bias ? sum_of_pixels(grad_output_) : none();
+  if (!(needs_input || needs_offset || needs_weight)) return {none(), none(), none(), none(), grad_bias};
   const DeformConvGeometry g =
       deform_conv_geometry(input_, offset_, weight_, stride, padding, dilation, groups, offset_groups);
   const ScalarType type = Kernels::compute_type(input_);
@@ -324,7 +331,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor grad_output = to_dtype(grad_output_, type);
-  const Tensor weight = matrices(pack_weight(to_dtype(weight_, type), g));  // of (G, out / G, K * Cg)
+  const Tensor weight = pack_weight<Kernels>(to_dtype(weight_, type), g);
   const ScalarType sum_type = Kernels::accumulate_type(input);
 
   DeformConvSums sums;
@@ -333,8 +340,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
   const bool in_place = channels_last && sum_type == type;  // accumulate directly in grad_input
   if (needs_input) grad_input = empty_images(input, channels_last, g.N, g.C, g.H, g.W);
   if (needs_offset) {
-    grad_offset = torch::stable::empty_like(offset);
-    if (mask_) grad_mask = torch::stable::empty_like(mask);
+    grad_offset = like(offset);
+    if (mask_) grad_mask = like(mask);
   }
 
   const int64_t chunk = Kernels::images_per_chunk(g, input.element_size());
@@ -351,31 +358,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver(
     Tensor out = images(grad_input, n, part.N);
     if (in_place && needs_input) {
       c.grad_input = permuted(out, {0, 2, 3, 1});
-      torch::stable::zero_(c.grad_input);
+      set_zero(c.grad_input);
     } else if (needs_input) {
-      c.grad_input = torch::stable::new_zeros(input, std::vector<int64_t>{part.N, g.H, g.W, g.C}, sum_type);
+      c.grad_input = zeros_like_options(input, {part.N, g.H, g.W, g.C}, sum_type);
     }
     deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, sums);
     if (!needs_input || in_place) continue;
     if (channels_last) {
-      torch::stable::copy_(out, permuted(c.grad_input, {0, 3, 1, 2}));
+      copy_to(out, permuted(c.grad_input, {0, 3, 1, 2}));
     } else {
       Kernels::channels_first(c.grad_input, out);
     }
   }
 
   const ScalarType out = input_.scalar_type();
-  const auto none = [&] { return empty_like_options(input_, {0}); };  // results must not share memory
   if (needs_weight) {
-    grad_weight =
-        sums.grad_weight.defined() ? sums.grad_weight : zeros_like_options(weight, sizes_of(weight));
-    grad_weight = contiguous(
-        permuted(reshaped(grad_weight, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()}), {0, 3, 1, 2}));
+    grad_weight = sums.grad_weight.defined() ? unpack_weight<Kernels>(sums.grad_weight, weight, g)
+                                             : zeros_like_options(weight, sizes_of(weight_));
   }
   return {needs_input ? to_dtype(grad_input, out) : none(),
           needs_offset ? to_dtype(grad_offset, out) : none(),
           needs_weight ? to_dtype(grad_weight, out) : none(),
-          needs_offset && mask_ ? to_dtype(grad_mask, out) : none()};
+          needs_offset && mask_ ? to_dtype(grad_mask, out) : none(), grad_bias};
 }
 
 }  // namespace attn_plugins

@@ -78,7 +78,7 @@ def blocks(request, monkeypatch):
 def expected_gradients(tensors, parameters, grad_output):
     leaves = [None if t is None else t.clone().requires_grad_() for t in tensors]
     output = reference.deform_conv2d(*leaves, *map(tuple, parameters[:3]))
-    wanted = [leaves[i] for i in (0, 1, 2, 4) if leaves[i] is not None]
+    wanted = [leaves[i] for i in (0, 1, 2, 4, 3) if leaves[i] is not None]
     return output.detach(), torch.autograd.grad(output, wanted, grad_output)
 
 
@@ -95,10 +95,10 @@ def test_equals_reference(emulated, blocks, case, dtype):
     assert error(output, expected) < TOLERANCE[dtype]
     input, offset, weight, _, mask = cast
     results = emulated.deform_conv2d_backward(
-        grad_output.to(dtype), input, offset, weight, mask, *parameters, True, True, True
+        grad_output.to(dtype), input, offset, weight, mask, *parameters, True, True, True, True
     )
-    assert len(results) == 4
-    for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
+    assert len(results) == 5
+    for name, result, gradient in zip(("input", "offset", "weight", "mask", "bias"), results, gradients):
         assert result.dtype == dtype, name
         assert error(result, gradient) < TOLERANCE[dtype], name
 
@@ -170,7 +170,9 @@ def test_numbers_beyond_the_map_and_no_numbers(emulated, spoiled, value):
     expected, gradients = expected_gradients(tensors, parameters, grad_output)
     input, offset, weight, _, mask = tensors
     output = emulated.deform_conv2d(*tensors, *parameters)
-    grads = emulated.deform_conv2d_backward(grad_output, input, offset, weight, mask, *parameters, True, True, True)
+    grads = emulated.deform_conv2d_backward(
+        grad_output, input, offset, weight, mask, *parameters, True, True, True, True
+    )
     assert all(map(same_where_finite, (output, *grads), (expected, *gradients)))
 
 

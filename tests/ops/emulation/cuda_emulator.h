@@ -9,7 +9,7 @@
 // * __syncthreads, __syncwarp, shuffles, votes: threads wait for each other. Errors: a lane outside its mask,
 //   lanes of a mask that meet at different intrinsics, threads that have returned or never arrive.
 // * Memory. Errors: an access outside the tensors, the shared variables and the thread's own stack, a write
-//   to a constant tensor, a misaligned vector. Shared memory and results of new_empty start as NaN, and local
+//   to a constant tensor, a misaligned vector. Shared memory and new tensors start as NaN, and local
 //   variables as a fill pattern.
 // * Races in shared and global memory. Errors: two threads access the same two bytes in one launch without a
 //   barrier in between, at least one of them writing (unless both are atomic); __ldg of data that the launch
@@ -80,20 +80,28 @@ inline AOTITorchError constant_pointer(AtenTensorHandle tensor, const void** dat
   return error;
 }
 
-// Fills the uninitialised results of torch's operators with NaN.
-inline AOTITorchError dispatch(const char* name, const char* overload, StableIValue* stack,
-                               uint64_t version) {
-  const AOTITorchError error = torch_call_dispatcher(name, overload, stack, version);
-  if (error != 0 ||
-      (std::strcmp(name, "aten::new_empty") != 0 && std::strcmp(name, "aten::empty_like") != 0)) {
-    return error;
-  }
-  AtenTensorHandle tensor;
-  std::memcpy(&tensor, &stack[0], sizeof tensor);
+// Fill uninitialised memory with NaN.
+inline void poison_all(AtenTensorHandle tensor) {
   void* data = nullptr;
   int64_t bytes = 0;
   aoti_torch_get_data_ptr(tensor, &data), aoti_torch_get_storage_size(tensor, &bytes);
   if (bytes > 0) poison(data, size_t(bytes));
+}
+inline AOTITorchError dispatch(const char* name, const char* overload, StableIValue* stack,
+                               uint64_t version) {
+  const AOTITorchError error = torch_call_dispatcher(name, overload, stack, version);
+  if (error == 0 &&
+      (std::strcmp(name, "aten::new_empty") == 0 || std::strcmp(name, "aten::empty_like") == 0)) {
+    AtenTensorHandle tensor;
+    std::memcpy(&tensor, &stack[0], sizeof tensor);
+    poison_all(tensor);
+  }
+  return error;
+}
+inline AOTITorchError empty(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t type,
+                            int32_t device, int32_t index, AtenTensorHandle* tensor) {
+  const AOTITorchError error = aoti_torch_empty_strided(dim, sizes, strides, type, device, index, tensor);
+  if (error == 0) poison_all(*tensor);
   return error;
 }
 
@@ -103,6 +111,7 @@ inline AOTITorchError dispatch(const char* name, const char* overload, StableIVa
 #define torch_get_mutable_data_ptr emulator::mutable_pointer
 #define torch_get_const_data_ptr emulator::constant_pointer
 #define torch_call_dispatcher emulator::dispatch
+#define aoti_torch_empty_strided emulator::empty
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>

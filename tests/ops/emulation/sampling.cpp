@@ -18,6 +18,11 @@ void divide_(attn_plugins::Tensor numbers, int64_t divisor) {
   }
 }
 
+// The number of launches so far.
+int64_t launches() {
+  return emulator::now.launch;
+}
+
 // Reverses 256 numbers, with a fault that the emulator must report: without the barrier (1), reading beyond x
 // (2) or writing beyond the tile (3).
 __global__ void faulty_kernel(const float* x, float* out, int fault) {
@@ -44,7 +49,7 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
   m.def(
       "deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, Tensor? mask, "
       "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, bool needs_input, "
-      "bool needs_offset, bool needs_weight) -> (Tensor, Tensor, Tensor, Tensor)");
+      "bool needs_offset, bool needs_weight, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
       "int[] shapes, int[] points) -> ()");
@@ -84,8 +89,10 @@ std::tuple<int64_t, int64_t> cut(std::vector<int64_t> sizes, int64_t element_byt
 
 STABLE_TORCH_LIBRARY_FRAGMENT(attn_plugins_emulated, m) {
   m.def("cut(int[] sizes, int element_bytes) -> (int, int)");
+  m.def("launches() -> int");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CompositeExplicitAutograd, m) {
   m.impl("cut", TORCH_BOX(&attn_plugins::cut));
+  m.impl("launches", TORCH_BOX(&launches));
 }

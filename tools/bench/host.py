@@ -1,0 +1,142 @@
+"""Count what the host does for one call of an operator on tiny tensors: ``python -m tools.bench.host``.
+
+Columns: functions of Python that are entered, those of C that Python calls, ATen operators (as the profiler sees them,
+the ones inside others as well), and the least of many times on one thread, in µs. ``--cuda`` runs the CUDA kernels of
+the two sampling operators in the emulator of ``tests/ops/emulation`` (it compiles for a minute): launches are those of
+our kernels plus ATen operators that launch one; ATen operators are counted on the CPU's tensors. Their times mean
+nothing and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+from attn_plugins.ops.common.backends import never
+from attn_plugins.ops.deform_conv import cuda as cuda_convolution
+from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
+from attn_plugins.ops.deformable_attention import cuda as cuda_attention
+from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
+
+from .cases.calls import OPERATORS
+
+# A kernel each on CUDA. An operator inside one of these is part of it.
+LAUNCHING = {f"aten::{n}" for n in ("mm", "bmm", "copy_", "fill_", "zero_", "sum", "add", "sub", "mul", "cat", "_softmax")}
+EMULATED = {
+    "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
+    "deformable_attention": (ATTEND, cuda_attention.BACKEND),
+}
+COMPILED = {  # operators of the binary, and the emulator's
+    "deform_conv2d_forward_kernel": "deform_conv2d",
+    "deform_conv2d_backward_kernel": "deform_conv2d_backward",
+    "deformable_attention_forward_": "deformable_attention_forward_",
+    "deformable_attention_backward_": "deformable_attention_backward_",
+}
+
+
+class Count(NamedTuple):
+    """Of one call; ``launches`` leaves out our own kernels, ``us`` is None where no time was taken."""
+
+    python: int
+    c: int
+    aten: int
+    launches: int
+    us: float | None
+
+
+def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], Any]]:
+    """Return a forward without gradients, and a forward with the backward of all gradients."""
+    shapes, call = OPERATORS[name]
+    leaves = [torch.rand(shape).to(dtype).requires_grad_() for shape in shapes]
+    tensors = [leaf.detach() for leaf in leaves]
+    ones = torch.ones_like(call(*tensors))
+    return {
+        "forward": lambda: call(*tensors),
+        "with backward": lambda: torch.autograd.grad(call(*leaves), leaves, ones),
+    }
+
+
+def count(run: Callable[[], Any], rounds: int = 200, calls: int = 10) -> Count:
+    """Count one call of ``run``; the time is the least of ``rounds`` means over ``calls``, none for no rounds."""
+    for _ in range(3):
+        run()
+    entered = {"call": 0, "c_call": -1}  # sys.setprofile itself
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        if event in entered:
+            entered[event] += 1
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run()
+    events = [event for event in profile.events() if event.name.startswith("aten::")]
+    launches = sum(event.name in LAUNCHING and not any(map(LAUNCHING.__contains__, _above(event))) for event in events)
+    times = [_seconds(run, calls) / calls for _ in range(rounds)]
+    return Count(entered["call"] - 1, entered["c_call"], len(events), launches, min(times) * 1e6 if times else None)
+
+
+def _above(event: Any) -> Iterator[str]:
+    while event := event.cpu_parent:
+        yield event.name
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return time.perf_counter() - start
+
+
+@contextmanager
+def emulated() -> Iterator[Callable[[], int]]:
+    """Let the emulator run the CUDA backends of :data:`EMULATED`; give the number of its launches so far."""
+    from tests.ops.emulation.kernels import EMULATION, load
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        load(EMULATION / "sampling.cpp", Path(folder))
+        operators, compiled = torch.ops.attn_plugins_emulated, torch.ops.attn_plugins
+        for name, other in COMPILED.items():
+            stack.enter_context(patch.object(compiled, name, getattr(operators, other)))
+        for operator, backend in EMULATED.values():
+            stack.enter_context(patch.object(operator, "table", [backend._replace(refuses=never)]))
+        yield operators.launches
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
+    parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)} (default: all)")
+    parser.add_argument("--cuda", action="store_true", help="count the emulated CUDA kernels")
+    parser.add_argument("--dtype", default="float32", help="of the tensors (float32)")
+    options = parser.parse_args(arguments)
+    names = options.names or list(EMULATED if options.cuda else OPERATORS)
+    torch.set_num_threads(1)
+    print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
+    with ExitStack() as stack:
+        launches = stack.enter_context(emulated()) if options.cuda else None
+        for name in names:
+            for kind, run in passes(name, getattr(torch, options.dtype)).items():
+                counted, own = count(run, 0 if launches else 200), "-"
+                if launches:
+                    before = launches()
+                    run()
+                    own = str(launches() - before + counted.launches)
+                us = "-" if counted.us is None else f"{counted.us:.0f}"
+                print(f"| {name}, {kind} | {own} | {counted.aten} | {counted.python} | {counted.c} | {us} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
