@@ -22,12 +22,12 @@ from mmengine.utils import get_installed_path
 from mmseg.registry import MODELS as MMSEG_MODELS
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.profiler import profile
 
 from attn_plugins.mmcv import window_attention
-from attn_plugins.modules import MultiScaleDeformableAttention as Ours
 from tests.helpers.operator_checks import relative_error
-from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, restore, stock_layers  # noqa: F401 - a fixture
+from tests.mm.drop_in_helpers import drop_in, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import dictionaries, without_downloads
 
 H, W = 96, 128
@@ -184,72 +184,6 @@ def test_upstream_models_compute_the_same(package, name):
         assert relative_error(our_gradients[key], gradients[key]) < 2e-2, key
 
 
-def layer_inputs(boxes: bool, dtype=torch.float32) -> dict[str, Tensor]:
-    torch.manual_seed(1)
-    shapes = torch.tensor([[6, 8], [3, 4]])
-    return dict(
-        query=torch.randn(7, 2, 32, dtype=dtype),
-        value=torch.randn(60, 2, 32, dtype=dtype),
-        query_pos=torch.randn(7, 2, 32, dtype=dtype),
-        key_padding_mask=torch.rand(2, 60) < 0.2,
-        reference_points=torch.rand(2, 7, 2, 4 if boxes else 2, dtype=dtype),
-        spatial_shapes=shapes,
-        level_start_index=torch.tensor([0, 48]),
-    )
-
-
-@pytest.mark.parametrize("boxes", [False, True])
-@pytest.mark.parametrize("batch_first", [False, True])
-def test_a_deformable_layer_equals_mmcvs(batch_first, boxes):
-    stock = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, batch_first=batch_first).double()
-    ours = Ours(32, 4, 2, 3, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
-    start = {key: value for key, value in stock.state_dict().items() if "sampling" in key or "weights" in key}
-    for key, value in start.items():  # the same initialisation, except for random draws
-        torch.testing.assert_close(ours.state_dict()[key], value)
-    for parameter in stock.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    given = layer_inputs(boxes, torch.float64)
-    if batch_first:
-        given |= {key: given[key].transpose(0, 1) for key in ("query", "value", "query_pos")}
-    expected = stock(**given)
-    torch.testing.assert_close(ours(**given), expected)
-    drop_in.replace()
-    torch.testing.assert_close(stock(**given), expected)
-    with pytest.warns(DeprecationWarning, match="residual"):
-        torch.testing.assert_close(stock(**given, residual=given["query"]), expected)
-
-
-@pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("masks", ["none", "bool", "added", "per head", "padding"])
-def test_multi_head_attention_equals_mmcvs(masks, batch_first):
-    torch.manual_seed(0)
-    # In evaluation: earlier models have changed the default dropout of mmcv's layer, which is a shared dict.
-    layer = MultiheadAttention(32, 4, batch_first=batch_first).double().eval()
-    query, key = torch.randn(5, 2, 32, dtype=torch.float64), torch.randn(9, 2, 32, dtype=torch.float64)
-    positions = dict(query_pos=torch.randn_like(query), key_pos=torch.randn_like(key))
-    if batch_first:
-        query, key = query.transpose(0, 1), key.transpose(0, 1)
-        positions = {name: t.transpose(0, 1) for name, t in positions.items()}
-    mask = {
-        "none": {},
-        "bool": dict(attn_mask=torch.rand(5, 9) < 0.3),
-        "added": dict(attn_mask=torch.randn(5, 9, dtype=torch.float64)),
-        "per head": dict(attn_mask=torch.rand(8, 5, 9) < 0.3),
-        "padding": dict(key_padding_mask=torch.tensor([[False] * 9, [False] * 6 + [True] * 3])),
-    }[masks]
-    results = {}
-    for kind in ("stock", "ours"):
-        layer.zero_grad()
-        output = layer(query, key, **positions, **mask)
-        output.square().sum().backward()
-        alone = layer(query, query_pos=positions["query_pos"])
-        results[kind] = [output, alone, *(p.grad.clone() for p in layer.parameters())]
-        drop_in.replace()
-    for a, b in zip(results["ours"], results["stock"]):
-        torch.testing.assert_close(a, b)
-
-
 def test_weights_are_there_for_who_hooks_the_inner_layer():
     """Visualisations of DETR read weights by hooks; without a hook, the layer does not materialise them."""
     drop_in.replace()
@@ -268,31 +202,47 @@ def test_weights_are_there_for_who_hooks_the_inner_layer():
     assert not {"aten::bmm", "aten::baddbmm"} & names
 
 
-# --- Swin ------------------------------------------------------------------------------------------------------------
+def shapes(value: Any) -> Any:
+    """Describe the tensors in nested arguments."""
+    if isinstance(value, dict):
+        return {key: shapes(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [shapes(item) for item in value]
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
 
-@pytest.mark.parametrize("shift", [0, 2])
-@pytest.mark.parametrize("package", SWIN)
-def test_a_swin_layer_equals_upstreams(package, shift):
-    torch.manual_seed(0)
-    layer = SWIN[package].ShiftWindowMSA(12, 3, 5, shift, qk_scale=0.3).double()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    for H, W in ((10, 15), (7, 11), (3, 12)):
-        results = {}
-        for kind in ("stock", "ours"):
-            x = torch.randn(2, H * W, 12, generator=torch.Generator().manual_seed(1)).double().requires_grad_()
-            layer.zero_grad()
-            output = layer(x, (H, W))
-            output.square().sum().backward()
-            results[kind] = [output, x.grad, *(p.grad.clone() for p in layer.parameters())]
-            drop_in.replace()
-        restore()
-        for ours, stock in zip(results["ours"], results["stock"]):
-            torch.testing.assert_close(ours, stock)
+LAYERS = {
+    "multi-head": (lambda: MultiheadAttention(32, 4, batch_first=True), lambda x: dict(query=x, query_pos=x.flip(1))),
+    "deformable": (
+        lambda: MultiScaleDeformableAttention(32, 4, num_levels=2, batch_first=True),
+        lambda x: dict(query=x, reference_points=x[..., None, :2], spatial_shapes=torch.tensor([[6, 8], [3, 4]])),
+    ),
+    "windows": (
+        lambda: SWIN["mmseg"].ShiftWindowMSA(32, 4, window_size=4, shift_size=2),
+        lambda x: dict(query=x, hw_shape=(6, 10)),
+    ),
+}
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+@pytest.mark.parametrize("name", LAYERS)
+def test_hooks_on_all_modules_see_the_same_calls(name, register):
+    make, inputs = LAYERS[name]
+
+    def observed() -> list[Any]:
+        seen: list[Any] = []
+        layer, x = make().eval(), torch.rand(2, 60, 32, requires_grad=True)
+        handle = register(lambda module, *call: seen.append((type(module), shapes(call))))
+        try:
+            layer(**inputs(x)).sum().backward()
+        finally:
+            handle.remove()
+        return seen
+
+    expected = observed()
     drop_in.replace()
-    with pytest.raises(AssertionError, match="input feature has wrong size"):
-        layer(torch.zeros(2, 9, 12).double(), (3, 4))
+    assert expected
+    assert observed() == expected
 
 
 def test_who_drops_or_looks_at_weights_gets_upstreams():
