@@ -57,17 +57,16 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
       "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
       "bool zero_border, float scale) -> ()");
-  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P);
-  // shapes holds the rows and columns of every level, and points the number of the P samples on each level.
-  // Every tensor except the value is contiguous. Gradients are overwritten, except grad_value on CUDA, which
-  // is added to.
+  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P), of the
+  // value's dtype or another; shapes holds the rows and columns of every level, and points the number of the P
+  // samples on each level. Gradients that are not needed are returned as empty tensors.
   m.def(
-      "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
-      "int[] shapes, int[] points) -> ()");
+      "deformable_attention_forward_kernel(Tensor value, Tensor locations, Tensor weights, int[] shapes, "
+      "int[] points) -> Tensor");
   m.def(
-      "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
-      "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
-      "int[] points) -> ()");
+      "deformable_attention_backward_kernel(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
+      "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
+      "-> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
   // CUDA's copy of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
   // having one element.
   m.def("transposed_kernel(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");

@@ -1,19 +1,14 @@
 // Deformable attention on the CPU, without materialising samples. This file holds the entry points and the
 // choice of the instruction set; the arithmetic is in cpu_kernel.h.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <iterator>
 #include <limits>
-#include <optional>
 #include <vector>
 
-#include "common/tensor_ops.h"
 #include "common/vectors.h"
+#include "deformable_attention.h"
 
 namespace {
 
@@ -84,15 +79,14 @@ void forward(const Tensor& value, const Tensor& locations, const Tensor& weights
 }
 
 template <typename T>
-T* data_or_null(const std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+T* data_or_null(const Tensor& tensor) {
+  return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
 }
 
 template <typename T>
 void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations, const Tensor& weights,
-              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_locations,
-              const std::optional<Tensor>& grad_weights, const std::vector<int64_t>& shapes,
-              const std::vector<int64_t>& points) {
+              const Tensor& grad_value, const Tensor& grad_locations, const Tensor& grad_weights,
+              const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
   Problem<T> p(value, locations, weights, shapes, points);
   p.grad_output = static_cast<const T*>(grad_output.data_ptr());
   p.grad_value = data_or_null<T>(grad_value);
@@ -103,23 +97,32 @@ void backward(const Tensor& grad_output, const Tensor& value, const Tensor& loca
   torch::stable::parallel_for(0, p.B * p.M, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }
 
-void forward_entry(Tensor value, Tensor locations, Tensor weights, Tensor output, std::vector<int64_t> shapes,
-                   std::vector<int64_t> points) {
-  auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
-  typed(value, locations, weights, output, shapes, points);
-}
+struct CpuKernels {
+  static ScalarType compute_type(const Tensor& value) { return attn_plugins::sum_type(value); }
+  static Tensor readable(const Tensor& value) {
+    return value.stride(3) == 1 ? value : attn_plugins::as_contiguous(value);
+  }
+  static Tensor sums_of(const Tensor& value) {
+    return attn_plugins::empty_like_options(value, attn_plugins::sizes_of(value));
+  }
 
-void backward_entry(Tensor grad_output, Tensor value, Tensor locations, Tensor weights,
-                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_locations,
-                    std::optional<Tensor> grad_weights, std::vector<int64_t> shapes,
-                    std::vector<int64_t> points) {
-  auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  typed(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights, shapes, points);
-}
+  template <class... Arguments>
+  static void forward(const Tensor& value, const Arguments&... arguments) {
+    auto* typed = value.scalar_type() == ScalarType::Double ? ::forward<double> : ::forward<float>;
+    typed(value, arguments...);
+  }
+
+  template <class... Arguments>
+  static void backward(const Tensor& grad_output, const Arguments&... arguments) {
+    auto* typed = grad_output.scalar_type() == ScalarType::Double ? ::backward<double> : ::backward<float>;
+    typed(grad_output, arguments...);
+  }
+};
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
-  m.impl("deformable_attention_forward_", TORCH_BOX(&forward_entry));
-  m.impl("deformable_attention_backward_", TORCH_BOX(&backward_entry));
+  using namespace attn_plugins;
+  m.impl("deformable_attention_forward_kernel", TORCH_BOX(&deformable_attention_driver<CpuKernels>));
+  m.impl("deformable_attention_backward_kernel", TORCH_BOX(&deformable_attention_backward_driver<CpuKernels>));
 }

@@ -5,6 +5,7 @@
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CUDA, m) {
   using namespace attn_plugins;
-  m.impl("deformable_attention_forward_", ON_DEVICE(deformable_attention_forward));
-  m.impl("deformable_attention_backward_", ON_DEVICE(deformable_attention_backward));
+  m.impl("deformable_attention_forward_kernel", ON_DEVICE(deformable_attention_driver<AttentionKernels>));
+  m.impl("deformable_attention_backward_kernel",
+         ON_DEVICE(deformable_attention_backward_driver<AttentionKernels>));
 }

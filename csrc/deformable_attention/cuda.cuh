@@ -7,10 +7,12 @@
 #pragma once
 
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "common/bilinear.cuh"
 #include "cuda_problem.cuh"
+#include "deformable_attention.h"
 
 namespace attn_plugins {
 
@@ -51,23 +53,24 @@ struct AttentionLayout {
   __device__ __forceinline__ int slot(int point) const { return point * teams + own; }
 };
 
-// Locates a point's sample and returns its level. Points are ordered by level.
-template <class A>
-__device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& p, const A* locations,
+// Locates a point's sample and returns its level. Points are ordered by level. L is the type of locations and
+// weights: the arithmetic's, A, or the values'.
+template <class A, class L>
+__device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& p, const L* locations,
                                                         int point, Sample<A>* sample) {
   int level = 0;
   while (level + 1 < p.levels && point >= p.level[level].last_point) ++level;
   const AttentionLevel& found = p.level[level];
-  const A x = __ldg(locations + 2 * point), y = __ldg(locations + 2 * point + 1);
+  const A x = widen(__ldg(locations + 2 * point)), y = widen(__ldg(locations + 2 * point + 1));
   *sample =
       sample_at<A>(y * A(found.height) - A(0.5), x * A(found.width) - A(0.5), found.height, found.width);
   return found;
 }
 
 // Stages points [first, first + count) of every team. The lanes of a team locate its points.
-template <class A, int SLOTS>
+template <class A, class L, int SLOTS>
 __device__ __forceinline__ void stage(const AttentionProblem& p, const AttentionLayout& layout,
-                                      const A* locations, const A* weights, int first, int count,
+                                      const L* locations, const L* weights, int first, int count,
                                       Staged<A, SLOTS>* staged) {
 #pragma unroll
   for (int i = 0; i < kRound; ++i) {
@@ -75,7 +78,7 @@ __device__ __forceinline__ void stage(const AttentionProblem& p, const Attention
     if (point >= count) break;
     Sample<A> s;
     const AttentionLevel& level = locate(p, locations, first + point, &s);
-    staged->put(layout.slot(point), s, __ldg(weights + first + point), level.height, level.width,
+    staged->put(layout.slot(point), s, A(widen(__ldg(weights + first + point))), level.height, level.width,
                 level.first_pixel);
   }
 }
@@ -104,11 +107,10 @@ __device__ __forceinline__ void add_points(const Points& staged, int slot, int t
 }
 
 // output = sum of weighted samples. Each thread takes N channels.
-template <class T, int N>
+template <class T, class L, int N>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
-    attend_kernel(const AttentionProblem p, const T* __restrict__ value,
-                  const accumulate_t<T>* __restrict__ locations, const accumulate_t<T>* __restrict__ weights,
-                  T* __restrict__ output) {
+    attend_kernel(const AttentionProblem p, const T* __restrict__ value, const L* __restrict__ locations,
+                  const L* __restrict__ weights, T* __restrict__ output) {
   using A = accumulate_t<T>;
   __shared__ Staged<A, kThreads * kRound> staged;
   const AttentionLayout layout(p);
@@ -134,17 +136,18 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
 }
 
 // Results of the backward pass; nullptr if not needed. The kernel adds to the value's gradient.
-template <class A>
+template <class A, class L>
 struct AttentionGradients {
-  A *value, *locations, *weights;
+  A* value;
+  L *locations, *weights;
 };
 
-template <class T, int N>
+template <class T, class L, int N>
 __global__ void __launch_bounds__(kThreads, 2)
     attend_backward_kernel(const AttentionProblem p, const T* __restrict__ grad_output,
-                           const T* __restrict__ value, const accumulate_t<T>* __restrict__ locations,
-                           const accumulate_t<T>* __restrict__ weights,
-                           const AttentionGradients<accumulate_t<T>> grads) {
+                           const T* __restrict__ value, const L* __restrict__ locations,
+                           const L* __restrict__ weights,
+                           const AttentionGradients<accumulate_t<T>, L> grads) {
   using A = accumulate_t<T>;
   __shared__ Staged<A, kThreads * kRound> staged;
   __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the staged samples
@@ -202,11 +205,11 @@ __global__ void __launch_bounds__(kThreads, 2)
       Sample<A> s;
       const AttentionLevel& level = locate(p, locations + team.index * p.P * 2, first + point, &s);
       const PixelSums<A> found(s, sums[layout.slot(point)], level.height, level.width);
-      const A attention = __ldg(weights + at);
-      if (grads.weights) grads.weights[at] = found.sampled();
+      const A attention = widen(__ldg(weights + at));
+      if (grads.weights) grads.weights[at] = narrow_to<L>(found.sampled());
       if (grads.locations) {
-        grads.locations[2 * at] = attention * A(level.width) * found.across();
-        grads.locations[2 * at + 1] = attention * A(level.height) * found.down();
+        grads.locations[2 * at] = narrow_to<L>(attention * A(level.width) * found.across());
+        grads.locations[2 * at + 1] = narrow_to<L>(attention * A(level.height) * found.down());
       }
     }
   }
@@ -218,47 +221,67 @@ inline int64_t attention_blocks(const AttentionProblem& p) {
   return divide_up(p.teams, kThreads >> p.lanes_log2);
 }
 
-// All tensors are contiguous; locations and weights are of the type of the arithmetic.
-inline void deformable_attention_forward(Tensor value, Tensor locations, Tensor weights, Tensor output,
-                                         std::vector<int64_t> shapes, std::vector<int64_t> points) {
+// Calls body(T(), L()): the types of values, and of locations and weights.
+template <class Body>
+void for_attention_types(const Tensor& value, const Tensor& beside, const Body& body) {
   for_type(value.scalar_type(), [&](auto type) {
     using T = decltype(type);
-    using A = accumulate_t<T>;
-    for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
-      constexpr int N = decltype(width)::value;
-      const auto p = attention_problem(value, weights, shapes, points, N, true);
-      launch(attend_kernel<T, N>, attention_blocks(p), p, data_of<const T>(value),
-             data_of<const A>(locations), data_of<const A>(weights), data_of<T>(output));
-    });
-  });
-}
-
-// The gradients are of the type of the arithmetic. grad_value is accumulated into.
-inline void deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights,
-                                          std::optional<Tensor> grad_value,
-                                          std::optional<Tensor> grad_locations,
-                                          std::optional<Tensor> grad_weights, std::vector<int64_t> shapes,
-                                          std::vector<int64_t> points) {
-  for_type(value.scalar_type(), [&](auto type) {
-    using T = decltype(type);
-    using A = accumulate_t<T>;
-    const auto found = [](const std::optional<Tensor>& t) {
-      return t.has_value() ? static_cast<A*>(t->data_ptr()) : nullptr;
-    };
-    AttentionGradients<A> grads{found(grad_value), found(grad_locations), found(grad_weights)};
-    const auto run = [&](auto, auto width) {
-      constexpr int N = decltype(width)::value;
-      const auto p = attention_problem(value, weights, shapes, points, N, false);
-      launch(attend_backward_kernel<T, N>, attention_blocks(p), p, data_of<const T>(grad_output),
-             data_of<const T>(value), data_of<const A>(locations), data_of<const A>(weights), grads);
-    };
-    if (grads.value) {
-      for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+    if (beside.scalar_type() == value.scalar_type()) {
+      body(T(), T());
     } else {
-      for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+      body(T(), accumulate_t<T>());
     }
   });
 }
+
+// The kernels of deformable_attention.h. All tensors are contiguous.
+struct AttentionKernels {
+  static ScalarType compute_type(const Tensor& value) { return value.scalar_type(); }
+  static Tensor readable(const Tensor& value) { return as_contiguous(value); }
+  static Tensor sums_of(const Tensor& value) {
+    return zeros_like_options(value, sizes_of(value), sum_type(value));
+  }
+
+  static void forward(const Tensor& value, const Tensor& locations, const Tensor& weights,
+                      const Tensor& output, const std::vector<int64_t>& shapes,
+                      const std::vector<int64_t>& points) {
+    for_attention_types(value, locations, [&](auto type, auto beside) {
+      using T = decltype(type);
+      using L = decltype(beside);
+      for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
+        constexpr int N = decltype(width)::value;
+        const auto p = attention_problem(value, weights, shapes, points, N, true);
+        launch(attend_kernel<T, L, N>, attention_blocks(p), p, data_of<const T>(value),
+               data_of<const L>(locations), data_of<const L>(weights), data_of<T>(output));
+      });
+    });
+  }
+
+  // grad_value is accumulated into.
+  static void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations,
+                       const Tensor& weights, const Tensor& grad_value, const Tensor& grad_locations,
+                       const Tensor& grad_weights, const std::vector<int64_t>& shapes,
+                       const std::vector<int64_t>& points) {
+    for_attention_types(value, locations, [&](auto type, auto beside) {
+      using T = decltype(type);
+      using L = decltype(beside);
+      const AttentionGradients<accumulate_t<T>, L> grads{data_of<accumulate_t<T>>(grad_value),
+                                                         data_of<L>(grad_locations),
+                                                         data_of<L>(grad_weights)};
+      const auto run = [&](auto, auto width) {
+        constexpr int N = decltype(width)::value;
+        const auto p = attention_problem(value, weights, shapes, points, N, false);
+        launch(attend_backward_kernel<T, L, N>, attention_blocks(p), p, data_of<const T>(grad_output),
+               data_of<const T>(value), data_of<const L>(locations), data_of<const L>(weights), grads);
+      };
+      if (grads.value) {
+        for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+      } else {
+        for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+      }
+    });
+  }
+};
 
 }  // namespace
 }  // namespace attn_plugins

@@ -30,7 +30,9 @@ from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 from .cases.calls import OPERATORS
 
 # A kernel each on CUDA. An operator inside one of these is part of it.
-LAUNCHING = {f"aten::{n}" for n in ("mm", "bmm", "copy_", "fill_", "zero_", "sum", "add", "sub", "mul", "cat", "_softmax")}
+LAUNCHING = {
+    f"aten::{n}" for n in ("mm", "bmm", "copy_", "fill_", "zero_", "sum", "add", "sub", "mul", "cat", "_softmax")
+}
 EMULATED = {
     "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
     "deformable_attention": (ATTEND, cuda_attention.BACKEND),
@@ -38,8 +40,8 @@ EMULATED = {
 COMPILED = {  # operators of the binary, and the emulator's
     "deform_conv2d_forward_kernel": "deform_conv2d",
     "deform_conv2d_backward_kernel": "deform_conv2d_backward",
-    "deformable_attention_forward_": "deformable_attention_forward_",
-    "deformable_attention_backward_": "deformable_attention_backward_",
+    "deformable_attention_forward_kernel": "deformable_attention",
+    "deformable_attention_backward_kernel": "deformable_attention_backward",
 }
 
 
@@ -134,7 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
                     run()
                     own = str(launches() - before + counted.launches)
                 us = "-" if counted.us is None else f"{counted.us:.0f}"
-                print(f"| {name}, {kind} | {own} | {counted.aten} | {counted.python} | {counted.c} | {us} |", flush=True)
+                print(
+                    f"| {name}, {kind} | {own} | {counted.aten} | {counted.python} | {counted.c} | {us} |", flush=True
+                )
     return 0
 
 

@@ -55,8 +55,8 @@ def order(request, monkeypatch):
 def test_forward(emulated, case, dtype):
     terms, options = problem(**CASES[case])
     expected = reference(terms, options)
-    output = torch.full_like(expected, float("nan"), dtype=dtype)
-    emulated.deformable_attention_forward_(*in_dtype(terms, dtype), output, *options)
+    output = emulated.deformable_attention(*in_dtype(terms, dtype), *options)
+    assert output.dtype == dtype
     assert error(output, expected) < TOLERANCE[dtype]
 
 
@@ -70,18 +70,36 @@ def test_backward(emulated, case, dtype, wanted):
     gradient = torch.randn_like(output).bfloat16().double()
     expected = torch.autograd.grad(output, leaves, gradient)
     given = in_dtype(terms, dtype)
-    sums = [torch.zeros_like(t, dtype=given[1].dtype) if n in wanted else None for n, t in enumerate(terms)]
-    emulated.deformable_attention_backward_(gradient.to(dtype), *given, *sums, *options)
-    for n in wanted:
+    needs = [n in wanted for n in range(3)]
+    results = emulated.deformable_attention_backward(gradient.to(dtype), *given, *options, *needs)
+    for term, result, grad, needed in zip(given, results, expected, needs):
+        assert result.dtype == term.dtype
+        assert result.shape == (term.shape if needed else (0,))
         # Sums are in float32, whatever the dtype of the values.
-        assert error(sums[n], expected[n]) < (TOLERANCE[dtype] if dtype == torch.float64 else 1e-5)
+        assert not needed or error(result, grad) < (1e-5 if term.dtype == torch.float32 else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("strided", [False, True])
+def test_locations_and_weights_of_the_values_dtype(emulated, dtype, strided):
+    terms, options = problem(d=8)
+    terms = Terms(*(t.to(dtype).double() for t in terms))
+    leaves = Terms(*(t.clone().requires_grad_() for t in terms))
+    output = reference(leaves, options)
+    gradient = torch.randn_like(output).bfloat16().double()
+    expected = torch.autograd.grad(output, leaves, gradient)
+    given = [torch.stack((t, t), -1)[..., 0] if strided else t for t in (t.to(dtype) for t in terms)]
+    assert error(emulated.deformable_attention(*given, *options), output) < TOLERANCE[dtype]
+    results = emulated.deformable_attention_backward(gradient.to(dtype), *given, *options, True, True, True)
+    for result, grad in zip(results, expected):
+        assert result.dtype == dtype
+        assert error(result, grad) < TOLERANCE[dtype]
 
 
 def test_nan_reads_nothing(emulated):
     value = torch.full((1, 4, 1, 4), float("inf"))
     locations = torch.tensor([[float("nan"), 0.5], [0.5, float("nan")], [3.0, 0.5], [-1e30, 0.5]]).view(1, 4, 1, 1, 2)
-    output = torch.ones(1, 4, 4)
-    emulated.deformable_attention_forward_(value, locations, torch.ones(1, 4, 1, 1), output, [2, 2], [1])
+    output = emulated.deformable_attention(value, locations, torch.ones(1, 4, 1, 1), [2, 2], [1])
     assert not output.any()
 
 
@@ -89,9 +107,8 @@ def test_nan_reads_nothing(emulated):
 def test_a_weight_that_is_not_finite_is_not_hidden(emulated, weight):
     terms, options = problem(margin=0.6)
     terms.weights[:, ::2, 1, 2] = weight
-    output = torch.empty_like(expected := reference(terms, options))
-    emulated.deformable_attention_forward_(*terms, output, *options)
-    assert same_where_finite(output, expected)
+    output = emulated.deformable_attention(*terms, *options)
+    assert same_where_finite(output, reference(terms, options))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -103,8 +120,7 @@ def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, d):
         terms.value[0, pixel] = value
     expected = reference(terms, options)
     assert 0 < expected.isfinite().sum() < expected.numel()
-    output = torch.empty_like(expected)
-    emulated.deformable_attention_forward_(*terms, output, *options)
+    output = emulated.deformable_attention(*terms, *options)
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -113,13 +129,10 @@ def test_a_map_that_no_point_reaches_is_not_read(emulated, dtype):
     terms, options = problem(d=8)
     value, locations, weights = in_dtype(terms, dtype)
     value, locations = torch.full_like(value, float("inf")), torch.full_like(locations, 3.0)
-    output = torch.ones_like(reference(terms, options), dtype=dtype)
-    emulated.deformable_attention_forward_(value, locations, weights, output, *options)
+    output = emulated.deformable_attention(value, locations, weights, *options)
     assert not output.any()
-    sums = [torch.zeros_like(t, dtype=weights.dtype) for t in terms]
-    gradient = torch.full_like(output, float("inf"))
-    emulated.deformable_attention_backward_(gradient, value, locations, weights, *sums, *options)
-    assert not sums[0].any()
+    arguments = (torch.full_like(output, float("inf")), value, locations, weights, *options, True, True, True)
+    assert not emulated.deformable_attention_backward(*arguments)[0].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -127,7 +140,5 @@ def test_misaligned_value(emulated, dtype):
     terms, options = problem(d=8)
     value, locations, weights = in_dtype(terms, dtype)
     shifted = torch.empty(value.numel() + 1, dtype=dtype)[1:].view(value.shape).copy_(value)
-    outputs = [torch.empty_like(reference(terms, options), dtype=dtype) for _ in range(2)]
-    for source, output in zip((value, shifted), outputs):
-        emulated.deformable_attention_forward_(source, locations, weights, output, *options)
+    outputs = [emulated.deformable_attention(source, locations, weights, *options) for source in (value, shifted)]
     assert torch.equal(*outputs)

@@ -51,12 +51,12 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
       "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, bool needs_input, "
       "bool needs_offset, bool needs_weight, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def(
-      "deformable_attention_forward_(Tensor value, Tensor locations, Tensor weights, Tensor(a!) output, "
-      "int[] shapes, int[] points) -> ()");
+      "deformable_attention(Tensor value, Tensor locations, Tensor weights, int[] shapes, int[] points) -> "
+      "Tensor");
   m.def(
-      "deformable_attention_backward_(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
-      "Tensor(a!)? grad_value, Tensor(b!)? grad_locations, Tensor(c!)? grad_weights, int[] shapes, "
-      "int[] points) -> ()");
+      "deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
+      "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
@@ -66,8 +66,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   m.impl("transposed", EMULATED(transposed_matrices));
   m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
-  m.impl("deformable_attention_forward_", EMULATED(deformable_attention_forward));
-  m.impl("deformable_attention_backward_", EMULATED(deformable_attention_backward));
+  m.impl("deformable_attention", EMULATED(deformable_attention_driver<AttentionKernels>));
+  m.impl("deformable_attention_backward", EMULATED(deformable_attention_backward_driver<AttentionKernels>));
 }
 
 namespace attn_plugins {
