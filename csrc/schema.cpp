@@ -57,8 +57,8 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
       "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
       "bool zero_border, float scale) -> ()");
-  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P), of the
-  // value's dtype or another; shapes holds the rows and columns of every level, and points the number of the P
+  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P), where P
+  // may be several axes, of the value's dtype or another; shapes holds the rows and columns of every level, and points the number of the P
   // samples on each level. Gradients that are not needed are returned as empty tensors.
   m.def(
       "deformable_attention_forward_kernel(Tensor value, Tensor locations, Tensor weights, int[] shapes, "

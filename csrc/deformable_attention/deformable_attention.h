@@ -20,7 +20,8 @@ inline ScalarType sum_type(const Tensor& t) {
 //   static void forward(value, locations, weights, output, shapes, points)
 //   static void backward(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights, shapes,
 //                        points)              gradients that are not needed are undefined
-// Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type.
+// Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type; weights are
+// (B, Q, M, P).
 
 // The tensors of a call as kernels take them: locations and weights as they are, unless their dtypes differ.
 template <class Kernels>
@@ -34,6 +35,10 @@ struct __attribute__((visibility("hidden"))) AttentionOperands {
     const ScalarType beside = as_they_are ? type : sum_type(value);
     locations = as_contiguous(to_dtype(locations_, beside));
     weights = as_contiguous(to_dtype(weights_, beside));
+    if (weights.dim() == 4) return;
+    Sizes sizes{weights.size(0), weights.size(1), weights.size(2), 1};
+    for (int64_t axis = 3; axis < weights.dim(); ++axis) sizes[3] *= weights.size(axis);
+    weights = view_of(weights, sizes, contiguous_strides(sizes));
   }
 };
 
@@ -56,8 +61,8 @@ std::tuple<Tensor, Tensor, Tensor> deformable_attention_backward_driver(
   const AttentionOperands<Kernels> of(value, locations, weights);
   const Tensor gradient = as_contiguous(to_dtype(grad_output, of.value.scalar_type()));
   const Tensor grad_value = needs_value ? Kernels::sums_of(of.value) : Tensor();
-  const Tensor grad_locations = needs_locations ? like(of.locations) : Tensor();
-  const Tensor grad_weights = needs_weights ? like(of.weights) : Tensor();
+  const Tensor grad_locations = needs_locations ? empty_like_options(of.locations, sizes_of(locations)) : Tensor();
+  const Tensor grad_weights = needs_weights ? empty_like_options(of.weights, sizes_of(weights)) : Tensor();
   Kernels::backward(gradient, of.value, of.locations, of.weights, grad_value, grad_locations, grad_weights, shapes,
                     points);
   const auto result = [](const Tensor& grad, const Tensor& term) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,10 +88,8 @@ def deformable_attention(
             f"sampling_locations must have shape {(*expected, 2)}, one (x, y) for each of attention_weights, "
             f"got {tuple(sampling_locations.shape)}"
         )
-    P = sum(counts)
-    terms = Terms(value, sampling_locations.reshape(B, Q, M, P, 2), attention_weights.reshape(B, Q, M, P))
     sizes: list[Any] = [size for shape in shapes for size in shape]  # symbols while tracing
-    return ATTEND(terms, Options(sizes, list(counts)))
+    return ATTEND(Terms(value, sampling_locations, attention_weights), Options(sizes, list(counts)))
 
 
 def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
@@ -161,14 +160,12 @@ def _gradient(name: str, term: Tensor) -> Tensor:
 
 def _operations(terms: Any, options: Options) -> int:
     """Count 4 multiply-adds for interpolation and 1 for the sum: the factor 5 of Zhu et al. (2021), section 4.1."""
-    B, Q, M, P = terms.weights
-    return 2 * 5 * B * Q * M * P * terms.value[3]
+    return 2 * 5 * math.prod(terms.weights) * terms.value[3]
 
 
 def _backward_operations(terms: Any, options: Options, needs: Sequence[bool]) -> int:
     """Count products of the gradient with four pixels per sample, and the addition of its share to each of them."""
-    B, Q, M, P = terms.weights
-    return 2 * 4 * (int(needs[1] or needs[2]) + int(needs[0])) * B * Q * M * P * terms.value[3]
+    return 2 * 4 * (int(needs[1] or needs[2]) + int(needs[0])) * math.prod(terms.weights) * terms.value[3]
 
 
 ATTEND = Operator(

@@ -9,7 +9,7 @@ from torch import SymInt, Tensor
 
 
 class Terms(NamedTuple):
-    """Tensors, all with gradients: (B, S, M, d), (B, Q, M, P, 2) and (B, Q, M, P)."""
+    """Tensors, all with gradients: (B, S, M, d), (B, Q, M, P, 2) and (B, Q, M, P), where P may be several axes."""
 
     value: Tensor
     locations: Tensor

@@ -16,7 +16,7 @@ def deformable_attention(terms: Terms, options: Options) -> Tensor:
     value, locations, weights = at_least_float32(*terms)
     B, _, M, d = value.shape
     Q = weights.shape[1]
-    locations, weights = locations.transpose(1, 2), weights.transpose(1, 2)  # (B, M, Q, P, 2), (B, M, Q, P)
+    locations, weights = locations.flatten(3, -2).transpose(1, 2), weights.flatten(3).transpose(1, 2)  # (B, M, Q, P, 2)
     output = value.new_zeros(B, M, Q, d)
     levels, point = options.levels(), 0
     for rows, (H, W, count) in zip(value.split([H * W for H, W, _ in levels], 1), levels):
