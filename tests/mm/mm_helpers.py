@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.optim import build_optim_wrapper
+from mmengine.optim import OptimWrapper, build_optim_wrapper
 
 ROOT = Path(__file__).parents[2]
 MMDET_TOOLS = Path(importlib.util.find_spec("mmdet").origin).parent / ".mim/tools"
@@ -37,8 +37,8 @@ def without_downloads(config: Any) -> Any:
     return config
 
 
-def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> None:
-    """Run one training step as mmengine's loop does, keeping the gradients."""
+def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> OptimWrapper:
+    """Run one training step as mmengine's loop does, keeping the gradients; return the optimizer."""
     optimizer = build_optim_wrapper(model, optim_wrapper)
     model.train()
     losses = model(**model.data_preprocessor(batch, True), mode="loss")
@@ -46,6 +46,7 @@ def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> N
     assert torch.isfinite(loss)
     optimizer.backward(loss)
     optimizer.step()
+    return optimizer
 
 
 def without_gradient(model: torch.nn.Module, kinds: tuple[type, ...]) -> list[str]:
