@@ -18,7 +18,7 @@ export VENV
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check strangers doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -115,8 +115,8 @@ benchmark-table: env  ## the tables of README and the site from benchmarks/*.jso
 gpu-check:  ## check and measure the operators on this GPU (PYTHON=python3, one with torch for CUDA; about 25 minutes)
 	tools/check_gpu.sh
 
-strangers: env  ## other projects' tests on our classes (MMDET=, TIMM=, NATTEN=: folders with their sources; half an hour)
-	$(PY) -m tools.strangers $(if $(MMDET),--mmdet $(MMDET)) $(if $(TIMM),--timm $(TIMM)) $(if $(NATTEN),--natten $(NATTEN))
+test-upstream: env  ## other projects' tests on our classes (MMDET=, TIMM=, NATTEN=: folders with their sources; half an hour)
+	$(PY) -m tools.upstream_tests $(if $(MMDET),--mmdet $(MMDET)) $(if $(TIMM),--timm $(TIMM)) $(if $(NATTEN),--natten $(NATTEN))
 
 doctor: env  ## what is installed, loaded and registered
 	$(PY) -m attn_plugins

@@ -1,6 +1,6 @@
 """Run other projects' test suites on this package's classes, from their sources.
 
-python -m tools.strangers --mmdet PATH --timm PATH --natten PATH   # any of them; make strangers MMDET=PATH TIMM=PATH
+python -m tools.upstream_tests --mmdet PATH --timm PATH --natten PATH   # any of them; make test-upstream MMDET=PATH TIMM=PATH
 
 * mmdet: its tests of models, with our drop-in imported first (they need the package parameterized).
 * timm: ``tests/test_models.py`` on the names that we register, and on stock models with our layers.
@@ -44,10 +44,10 @@ class Suite(NamedTuple):
     without: dict[str, str] | None = None
 
 
-LAYERS, STOCK_LAYERS = {"STRANGERS": "layers"}, {"STRANGERS": "stock"}
+LAYERS, STOCK_LAYERS = {"UPSTREAM_TESTS": "layers"}, {"UPSTREAM_TESTS": "stock"}
 SUITES = (
     Suite("mmdet's models with the drop-in", "mmdet", "tests/test_models", LAYERS, STOCK_LAYERS),
-    Suite("timm's models, our names", "timm", "tests/test_models.py", {"STRANGERS": "names"}),
+    Suite("timm's models, our names", "timm", "tests/test_models.py", {"UPSTREAM_TESTS": "names"}),
     Suite("timm's models, stock names with our layers", "timm", "tests/test_models.py", LAYERS, STOCK_LAYERS),
     Suite("NATTEN's cases on `window_attention`", "natten", "tests/test_fna.py", {"NATTEN_RUN_EXTENDED_TESTS": "1"}),
 )
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the suites whose sources are given, print the table and write the page."""
-    parser = command_parser("strangers", __doc__)
+    parser = command_parser("upstream_tests", __doc__)
     projects = tuple(dict.fromkeys(suite.project for suite in SUITES))
     for project in projects:
         parser.add_argument(f"--{project}", type=Path, metavar="PATH", help=f"a checkout or sources of {project}")
@@ -112,7 +112,7 @@ def run(root: Path, tests: Sequence[str], project: str, environment: dict[str, s
         )
         if not report.exists():
             said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"
-            raise SystemExit(f"tools.strangers: pytest ended with {done.returncode} in {root}:\n{said}")
+            raise SystemExit(f"tools.upstream_tests: pytest ended with {done.returncode} in {root}:\n{said}")
         return read(report)
 
 
@@ -169,7 +169,7 @@ def _page(lines: Sequence[str], notes: Sequence[str], sources: dict[str, Path]) 
     stated = ", ".join(f"{name} {_version(path, name)}" for name, path in sources.items())
     return "\n".join([
         "# Other projects' tests on our classes", "",
-        f"`make strangers {' '.join(f'{name.upper()}=path' for name in sources)}`, with the sources of {stated}.", "",
+        f"`make test-upstream {' '.join(f'{name.upper()}=path' for name in sources)}`, with the sources of {stated}.", "",
         ", ".join(f"{name} {value}" for name, value in machine(PACKAGES, 1).items()), "",
         "| suite | passed | failed | without us as well | explained below | ours | skipped |",
         "| --- | --- | --- | --- | --- | --- | --- |", *lines, "",

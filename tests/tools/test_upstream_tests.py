@@ -1,4 +1,4 @@
-"""``python -m tools.strangers`` on small sources: whose failure a failure is, and the page."""
+"""``python -m tools.upstream_tests`` on small sources: whose failure a failure is, and the page."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("mmdet", reason="mmdet is not installed")
 
-from tools.strangers.__main__ import main
+from tools.upstream_tests.__main__ import main
 
 TESTS = """
 import pytest
@@ -46,7 +46,7 @@ def test_a_failure_is_ours_if_it_passes_without_us(sources, tmp_path, capsys):
     assert main(["--mmdet", str(sources), "--page", str(page)]) == 1
     assert sorted(sources.rglob("*")) == before
     text = page.read_text()
-    assert "`make strangers MMDET=path`, with the sources of mmdet 3.3.9." in text
+    assert "`make test-upstream MMDET=path`, with the sources of mmdet 3.3.9." in text
     assert "| mmdet's models with the drop-in | 1 | 3 | 2 | 0 | 1 | 1 |" in text
     file = "tests/test_models/test_necks/test_small.py"
     assert re.search(rf"^\* `{file}::test_of_stock`: ours; `.*assert", text, re.M)

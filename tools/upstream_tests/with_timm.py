@@ -1,7 +1,7 @@
 """pytest plug-in for timm's ``tests/test_models.py``: keeps the tests of our models, or of stock ones with our layers.
 
-``STRANGERS=names`` keeps the tests of the names that we register. ``STRANGERS=layers`` keeps those of ``STOCK`` and
-lets ``timm.create_model`` replace their attention by ours; ``STRANGERS=stock`` keeps these and replaces nothing.
+``UPSTREAM_TESTS=names`` keeps the tests of the names that we register. ``UPSTREAM_TESTS=layers`` keeps those of ``STOCK`` and
+lets ``timm.create_model`` replace their attention by ours; ``UPSTREAM_TESTS=stock`` keeps these and replaces nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ATTENDED = {  # vision transformers that take our layers by their name
 }  # fmt: skip
 STOCK = ACCELERATED | ATTENDED
 OURS = set(attn_plugins.timm.__all__)
-CHOICE = os.environ["STRANGERS"]
+CHOICE = os.environ["UPSTREAM_TESTS"]
 
 if CHOICE == "layers":
     stock = timm.create_model
