@@ -121,7 +121,7 @@ def test_losses_of_mask2former_in_float16_are_those_of_float32_outside_autocast(
     register_all_modules(init_default_scope=False)
     config = Config.fromfile(Config._get_cfg_path("mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", "x.py")[0])
     model = config.model
-    head = MODELS.build(dict(model.panoptic_head, train_cfg=model.train_cfg, test_cfg=model.test_cfg))
+    head = MODELS.build(dict(model.panoptic_head, _scope_="mmdet", train_cfg=model.train_cfg, test_cfg=model.test_cfg))
     stock = head.loss_by_feat
 
     def in_float32(scores: list[Tensor], masks: list[Tensor], *rest: Any) -> dict[str, Tensor]:
