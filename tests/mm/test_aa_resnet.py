@@ -41,19 +41,15 @@ def test_it_gives_the_timm_models_features_from_its_checkpoint(tmp_path):
         torch.testing.assert_close(f, e)
 
 
-def test_stages_and_indices():
-    x = torch.randn(1, 3, *SIZE)
-    (output,) = backbone(num_stages=3, out_indices=(2,))(x)
+def test_stages_and_what_is_frozen():
+    ours = backbone(num_stages=3, out_indices=(2,), frozen_stages=1, norm_eval=True).train()
+    (output,) = ours(torch.randn(1, 3, *SIZE))
     assert output.shape == (1, 256, 4, 6)
-    assert not hasattr(backbone(num_stages=3, out_indices=(2,)), "layer4")
-
-
-def test_what_is_frozen_stays_frozen():
-    ours = backbone(frozen_stages=1, norm_eval=True).train()
+    assert not hasattr(ours, "layer4")
     frozen = {name.split(".")[0] for name, p in ours.named_parameters() if not p.requires_grad}
     assert frozen == {"conv1", "bn1", "layer1"}
     assert not any(m.training for m in ours.modules() if isinstance(m, nn.BatchNorm2d))
-    ours = backbone(frozen_stages=0).train()
+    ours = backbone(num_stages=1, out_indices=(0,), frozen_stages=0).train()
     assert not ours.bn1.training
     assert ours.layer1[0].bn1.training
     assert all(p.requires_grad for p in ours.layer1.parameters())
@@ -63,7 +59,7 @@ def test_checkpointed_activations_give_the_same_gradients():
     x = torch.randn(1, 3, *SIZE)
     gradients = []
     for with_cp in (False, True):
-        ours = backbone(with_cp=with_cp, norm_eval=True).train()
+        ours = backbone(with_cp=with_cp, norm_eval=True, num_stages=2, out_indices=(0, 1)).train()
         sum(f.square().mean() for f in ours(x)).backward()
         gradients.append([p.grad for p in ours.parameters()])
     assert all(g is not None for g in gradients[0])
@@ -75,7 +71,6 @@ def test_the_norm_is_that_of_norm_cfg():
     ours = backbone(norm_cfg=dict(type="GN", num_groups=8))
     assert isinstance(ours.layer2[0].bn1, nn.GroupNorm)
     assert not any(isinstance(m, nn.BatchNorm2d) for m in ours.modules())
-    assert all(f.isfinite().all() for f in ours(torch.randn(1, 3, *SIZE)))
 
 
 @pytest.mark.parametrize(

@@ -21,23 +21,30 @@ MAP = torch.rand(1, 64, 32, 24)
 PIXELS = 32 * 24
 
 
-def counted(counter, layer, *inputs):
-    return counter(layer.eval(), inputs).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
+class Called(nn.Module):
+    """A layer with the keyword arguments that its model passes."""
+
+    def __init__(self, layer, **options):
+        super().__init__()
+        self.layer, self.options = layer, options
+
+    def forward(self, x):
+        return self.layer(x, **self.options)
+
+
+def counted(counter, layer, x):
+    return counter(layer.eval(), (x,)).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
 
 
 @COUNTERS
-@pytest.mark.parametrize("name, options", [
-    ("CrissCrossAttention", {}),
-    ("GeneralizedAttention", dict(attention_type="1000")),
-    ("GeneralizedAttention", dict(attention_type="0010")),
-])  # fmt: skip
-def test_attention_on_maps_has_the_stock_layers_count(counter, name, options):
-    stock = counted(counter, STOCK[name](64, **options), MAP)
-    assert counted(counter, drop_in.REPLACEMENTS[name](64, **options), MAP) == pytest.approx(stock, rel=1e-3)
-
-
-@COUNTERS
-def test_non_local_attention_has_the_stock_layers_count(counter):
+def test_attention_has_the_stock_layers_count(counter):
+    for name, options in (
+        ("CrissCrossAttention", {}),
+        ("GeneralizedAttention", dict(attention_type="1000")),
+        ("GeneralizedAttention", dict(attention_type="0010")),
+    ):
+        stock = counted(counter, STOCK[name](64, **options), MAP)
+        assert counted(counter, drop_in.REPLACEMENTS[name](64, **options), MAP) == pytest.approx(stock, rel=1e-3)
     assert counted(counter, NonLocalAttention2d(64), MAP) == counted(counter, NonLocal2d(64), MAP)
 
 
@@ -49,49 +56,21 @@ def test_deformable_convolutions_count_as_their_convolutions(counter, name):
     assert counted(counter, layer, MAP) == convolution + counted(counter, layer.conv_offset, MAP)
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = MultiScaleDeformableAttention(64, num_levels=2)
-
-    def forward(self, query, points):
-        shapes = torch.tensor([[16, 16], [8, 8]])
-        start = torch.tensor([0, 256])
-        return self.layer(query, reference_points=points, spatial_shapes=shapes, level_start_index=start)
-
-
 @COUNTERS
-def test_deformable_attention_counts_the_weighting_of_samples_too(counter):
-    inputs = torch.rand(320, 1, 64), torch.rand(1, 320, 2, 2)
-    stock = counted(counter, Encoder(), *inputs)
-    drop_in.replace()
+def test_replaced_forwards_count_as_the_stock_ones(counter):
+    given = dict(reference_points=torch.rand(1, 320, 2, 2), spatial_shapes=torch.tensor([[16, 16], [8, 8]]))
+    deformable = MultiScaleDeformableAttention(64, num_levels=2)
     samples = 320 * 64 * 2 * 4  # each interpolated by 4 multiply-adds, which mmcv's grid_sample counts as well
-    assert counted(counter, Encoder(), *inputs) == stock + samples
-
-
-@COUNTERS
-@pytest.mark.parametrize("shift", [0, 2])
-def test_swins_windows_have_the_stock_layers_count(counter, shift):
-    class Swin(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = ShiftWindowMSA(64, 4, window_size=5, shift_size=shift)
-
-        def forward(self, tokens):
-            return self.layer(tokens, (32, 24))
-
-    inputs = torch.rand(1, PIXELS, 64)
-    stock = counted(counter, Swin(), inputs)
+    cases = [
+        (Called(deformable, **given, level_start_index=torch.tensor([0, 256])), torch.rand(320, 1, 64), samples),
+        (MultiheadAttention(64, 4), torch.rand(90, 2, 64), 0),
+    ]
+    for shift in (0, 2):
+        layer = ShiftWindowMSA(64, 4, window_size=5, shift_size=shift)
+        cases.append((Called(layer, hw_shape=(32, 24)), torch.rand(1, PIXELS, 64), 0))
+    stock = [counted(counter, layer, x) + more for layer, x, more in cases]
     drop_in.replace()
-    assert counted(counter, Swin(), inputs) == stock
-
-
-@COUNTERS
-def test_multi_head_attention_has_the_stock_layers_count(counter):
-    inputs = torch.rand(90, 2, 64)
-    stock = counted(counter, MultiheadAttention(64, 4), inputs)
-    drop_in.replace()
-    assert counted(counter, MultiheadAttention(64, 4), inputs) == stock
+    assert [counted(counter, layer, x) for layer, x, _ in cases] == stock
 
 
 def test_complexity_of_a_model_includes_our_operators():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-
 import mmcv
 import numpy as np
 import pytest
@@ -26,13 +24,7 @@ def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp
     truth[name][0, :2] = 0, 3
 
     assert tool.build("helen", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
-    written = sorted(p.relative_to(tmp_path / "out").as_posix() for p in (tmp_path / "out").rglob("*") if p.is_file())
     split_of = {name: SPLIT_OF[file] for file, names in HELEN.items() for name in names}
-    assert written == sorted(
-        f"{kind}/{split}/{name}.{suffix}"
-        for name, split in split_of.items()
-        for kind, suffix in (("images", "jpg"), ("labels", "png"))
-    )
     for name, split in split_of.items():
         labels = Image.open(tmp_path / f"out/labels/{split}/{name}.png")
         assert labels.mode == "P"
@@ -72,14 +64,7 @@ def test_an_image_that_viewers_turn_keeps_its_stored_pixels(helen, tmp_path):
 
 
 def remove(name):
-    def change(source):
-        path = source / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-
-    return change
+    return lambda source: (source / name).rename(source / f"{name}.away")
 
 
 def write(name, text):
@@ -103,7 +88,7 @@ def one_white_pixel(image):
 
 
 FIRST = "labels/100032540_1/100032540_1_lbl"
-GT = "parts_lfw_funneled_gt_images"
+ZICO = "parts_lfw_funneled_gt_images/Zico_0003.ppm"
 
 
 @pytest.mark.parametrize(
@@ -119,11 +104,7 @@ GT = "parts_lfw_funneled_gt_images"
         ("helen", change_image(f"{FIRST}04.png", lambda i: i.convert("RGB")), r"must be an 8-bit L image, got RGB"),
         ("helen", write(f"{FIRST}04.png", "not an image"), r"_lbl04.png cannot be read as an image"),
         ("helen", write("images/11564757_2.jpg", "not an image"), r"11564757_2.jpg cannot be read as a JPEG image"),
-        ("lfw_pl", remove(GT), r"lacks parts_lfw_funneled_gt_images/"),
-        ("lfw_pl", remove("lfw_funneled/Zico"), r"1 listed files are missing: .*Zico_0003.jpg"),
-        ("lfw_pl", write("parts_test.txt", "Zico\n"), r"parts_test.txt, line 1: expected one like 'Aaron_Eckhart 1'"),
-        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", narrower), r"has 50x60 pixels, its labels .* 50x59"),
-        ("lfw_pl", change_image(f"{GT}/Zico_0003.ppm", one_white_pixel), r"\(255, 255, 255\) at row 3, column 5"),
+        ("lfw_pl", change_image(ZICO, one_white_pixel), r"\(255, 255, 255\) at row 3, column 5"),
     ],
 )
 def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spoil, message, request, tmp_path):
@@ -135,22 +116,20 @@ def test_a_folder_that_is_not_as_published_is_named_and_leaves_nothing(kind, spo
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_stands_there_is_spared(lfw, tmp_path):
-    source, _ = lfw
-    (tmp_path / "out").mkdir()
-    tool.build("lfw_pl", source, tmp_path / "out")  # an empty folder counts as missing
-    kept = sorted((tmp_path / "out").rglob("*"))
-    with pytest.raises(ValueError, match="exists already; remove it or name another folder"):
-        tool.build("lfw_pl", source, tmp_path / "out")
-    assert sorted((tmp_path / "out").rglob("*")) == kept
-
-
-def test_command_line(lfw, tmp_path, capsys):
-    assert tool.main(["lfw_pl", str(lfw[0]), str(tmp_path / "out")]) == 0
+def test_command_line_spares_what_stands_there(lfw, tmp_path, capsys):
+    (tmp_path / "out").mkdir()  # an empty folder counts as missing
+    arguments = ["lfw_pl", str(lfw[0]), str(tmp_path / "out")]
+    assert tool.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "parts_train.txt lists 2 faces, the published one 1500" in shown
     assert f"2 train, 1 val, 1 test faces in {tmp_path / 'out'}" in shown
-    with pytest.raises(SystemExit) as stop:
-        tool.main(["helen", str(lfw[0]), str(tmp_path / "other")])
-    assert stop.value.code == 2
-    assert "lacks exemplars.txt, tuning.txt, testing.txt, images/, labels/" in capsys.readouterr().err
+    kept = sorted((tmp_path / "out").rglob("*"))
+    for wrong, message in (
+        (arguments, "exists already; remove it or name another folder"),
+        (["helen", arguments[1], str(tmp_path / "new")], "lacks exemplars.txt, tuning.txt, testing.txt, images/"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            tool.main(wrong)
+        assert stop.value.code == 2
+        assert message in capsys.readouterr().err
+    assert sorted((tmp_path / "out").rglob("*")) == kept

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import shutil
 
 import numpy as np
 import pytest
 import torch
-from mmengine.config import Config
 from mmengine.evaluator import Evaluator
 from mmengine.registry import DATASETS as ROOT_DATASETS
-from mmengine.runner import Runner
 from mmengine.structures import PixelData
 from mmseg.datasets import BaseSegDataset
 from mmseg.registry import DATASETS, METRICS
@@ -20,16 +17,13 @@ from mmseg.structures import SegDataSample
 import attn_plugins.mmcv  # noqa: F401
 from attn_plugins.mmcv.face_parsing import FaceParsingMetric, HELENDataset, LFWPLDataset
 from tests.mm.made_up_faces import HELEN, SWAPPED, draw_face
-from tests.mm.mm_helpers import ROOT
 from tools.datasets import face_parsing as tool
-from tools.datasets.face_alignment import Request
 
 
 def dataset(kind, root, split="train", pipeline=(), **options):
     prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
-    return DATASETS.build(
-        dict(type=kind, data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), _scope_="mmseg", **options)
-    )
+    config = dict(type=kind, data_root=str(root), data_prefix=prefix, pipeline=list(pipeline), _scope_="mmseg")
+    return DATASETS.build({**config, **options})
 
 
 LOAD = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations")]
@@ -65,25 +59,6 @@ def test_mmsegs_pipeline_loads_lfw_pl(lfw, tmp_path):
     assert np.array_equal(data[0]["data_samples"].gt_sem_seg.data[0], truth["Aaron_Eckhart_0002"])
 
 
-def test_aligned_faces_are_scored_where_the_photograph_is(helen, tmp_path):
-    source, truth = helen
-    around = np.arange(194) * 2 * math.pi / 194
-    (tmp_path / "annotation").mkdir()
-    for number, (name, labels) in enumerate(truth.items()):
-        H, W = labels.shape
-        turned = around + 0.3 * number  # a circle on the face, because every face is rotated by another angle
-        lines = [f"{W / 2 + 12 * math.cos(a):.3f} , {H / 2 + 12 * math.sin(a):.3f}" for a in turned]
-        (tmp_path / f"annotation/{number}.txt").write_text("\n".join([name, *lines]))
-    tool.build("helen", source, tmp_path / "out", align=Request(tmp_path / "annotation", size=64))
-    (loaded,) = dataset("HELENDataset", tmp_path / "out", "test", [*LOAD, dict(type="PackSegInputs")])
-    labels = loaded["data_samples"].gt_sem_seg.data[0].numpy()
-    assert loaded["inputs"].shape == (3, 64, 64)
-    assert set(np.unique(labels)) <= {*range(11), 255}
-    assert (labels == 255).any()
-    scores = evaluate(FaceParsingMetric(), HELENDataset, [np.where(labels == 255, 6, labels).astype(int)], [labels])
-    assert scores["face/accuracy"] == scores["face/nose"] == scores["face/overall"] == 100
-
-
 def test_classes_and_palettes_are_those_of_the_converter():
     assert len(HELENDataset.METAINFO["classes"]) == tool.HELEN_MAPS == len(tool.HELEN_PALETTE)
     assert [tuple(colour) for colour in HELENDataset.METAINFO["palette"]] == list(tool.HELEN_PALETTE)
@@ -91,73 +66,46 @@ def test_classes_and_palettes_are_those_of_the_converter():
     assert LFWPLDataset.METAINFO["classes"] == ("background", "skin", "hair")
 
 
-def test_some_of_the_classes_by_name(helen, tmp_path):
-    source, truth = helen
-    tool.build("helen", source, tmp_path / "out")
-    data = dataset("HELENDataset", tmp_path / "out", "test", LOAD, metainfo=dict(classes=("nose", "hair")))
-    want = np.select([truth["10405146_1"] == 6, truth["10405146_1"] == 10], [0, 1], 255)
-    assert np.array_equal(data[0]["gt_seg_map"], want)
-
-
-def test_a_missing_mask_is_reported_when_the_data_set_is_created(lfw, tmp_path):
+def test_missing_files_are_reported_when_the_data_set_is_created(lfw, tmp_path):
     tool.build("lfw_pl", lfw[0], tmp_path / "out")
     (tmp_path / "out/labels/train/Aaron_Eckhart_0001.png").unlink()
-    with pytest.raises(
-        FileNotFoundError, match=r"1 files of 2 faces are missing, .*Aaron_Eckhart_0001.png first: expected images"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"1 files of 2 faces are missing, .*Aaron_Eckhart_0001.png first: exp"):
         dataset("LFWPLDataset", tmp_path / "out")
     images = dataset("LFWPLDataset", tmp_path / "out", seg_map_suffix=".png", lazy_init=True)
     images.data_prefix.pop("seg_map_path")  # inference has no labels
     assert len(images.load_data_list()) == 2
-    (tmp_path / "names.txt").write_text("Zico_0003\nZico_0004\n")
-    with pytest.raises(FileNotFoundError, match=r"2 files of 2 faces are missing, .*images/test/Zico_0004.jpg first"):
-        dataset("LFWPLDataset", tmp_path / "out", "test", ann_file=str(tmp_path / "names.txt"))
-    shutil.rmtree(tmp_path / "out/images/val")
-    (tmp_path / "out/images/val").mkdir()
-    with pytest.raises(FileNotFoundError, match=r"images/val contains no image \*.jpg: expected images \*.jpg and"):
-        dataset("LFWPLDataset", tmp_path / "out", "val")
+    (tmp_path / "out/empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"empty contains no image \*.jpg: expected images \*.jpg and"):
+        dataset("LFWPLDataset", tmp_path / "out", data_prefix=dict(img_path="empty"))
 
 
 @pytest.mark.slow
 def test_names_need_mmseg_only_when_they_are_built(python):
     shown = python(
-        "import sys; sys.modules['mmseg'] = None\n"
-        "import attn_plugins.mmcv\n"
+        "import sys, attn_plugins.mmcv\n"
+        "print('before:', 'mmseg' in sys.modules)\n"
+        "sys.modules['mmseg'] = None\n"
         "from mmengine.registry import DATASETS, METRICS\n"
         "for name in 'HELENDataset', 'LFWPLDataset', 'FaceParsingMetric':\n"
         "    try: (METRICS if 'Metric' in name else DATASETS).build(dict(type=name))\n"
         "    except ImportError as error: print(error)\n"
     ).stdout
+    assert "before: False" in shown
     for name in ("HELENDataset", "LFWPLDataset", "FaceParsingMetric"):
         assert f"{name} belongs to mmsegmentation: pip install" in shown
-    shown = python(
-        "import sys, attn_plugins.mmcv\n"
-        "print('before:', 'mmseg' in sys.modules)\n"
-        "from mmseg.registry import METRICS\n"
-        "print('built:', METRICS.build(dict(type='FaceParsingMetric', ignore_index=7)).ignore_index)\n"
-        "print('then:', METRICS.get('FaceParsingMetric'))\n"
-    ).stdout.splitlines()
-    assert {"before: False", "built: 7", f"then: {FaceParsingMetric}"} <= set(shown)
     assert ROOT_DATASETS.get("HELENDataset") is HELENDataset
 
 
 # The scores ----------------------------------------------------------------------------------------------------------
 
 
-def samples_of(predictions, truths):
-    made = []
+def evaluate(metric, data, predictions, truths):
+    evaluator = Evaluator(metric)
+    evaluator.dataset_meta = data.METAINFO
     for n, (predicted, truth) in enumerate(zip(predictions, truths)):
         sample = SegDataSample(metainfo=dict(img_path=f"face_{n}.jpg"))
         sample.pred_sem_seg = PixelData(data=torch.as_tensor(predicted)[None])
         sample.gt_sem_seg = PixelData(data=torch.as_tensor(truth)[None])
-        made.append(sample)
-    return made
-
-
-def evaluate(metric, data, predictions, truths):
-    evaluator = Evaluator(metric)
-    evaluator.dataset_meta = data.METAINFO
-    for sample in samples_of(predictions, truths):
         evaluator.process([sample])
     return evaluator.evaluate(len(predictions))
 
@@ -224,8 +172,7 @@ def test_a_class_that_is_nowhere_has_no_score():
     scores = evaluate(FaceParsingMetric(), LFWPLDataset, [zeros], [zeros])
     assert scores["face/background"] == scores["face/accuracy"] == 100
     assert math.isnan(scores["face/hair"])
-    nothing = evaluate(FaceParsingMetric(), LFWPLDataset, [zeros], [zeros + 255])
-    assert all(math.isnan(score) for score in nothing.values())
+    assert all(map(math.isnan, evaluate(FaceParsingMetric(), LFWPLDataset, [zeros], [zeros + 255]).values()))
 
 
 @pytest.mark.parametrize(
@@ -243,46 +190,5 @@ def test_a_class_that_is_nowhere_has_no_score():
 def test_bad_input_to_the_scores(predicted, truth, options, message):
     with pytest.raises(ValueError, match=message):
         evaluate(FaceParsingMetric(**options), LFWPLDataset, [predicted], [truth])
-
-
-def test_the_scores_need_class_names():
     with pytest.raises(ValueError, match="dataset_meta must have 'classes'"):
         FaceParsingMetric().process({}, [])
-
-
-# The whole pipeline --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_mmengines_runner_trains_and_scores_helen(helen, tmp_path):
-    """In a config of this package, narrowed to one stage."""
-    tool.build("helen", helen[0], tmp_path / "out")
-    config = Config.fromfile(ROOT / "configs/mmseg/digits/fcn_narrow-r18_digits.py")
-    resize = dict(type="Resize", scale=(64, 48), keep_ratio=False)
-    flip = dict(type="RandomFlip", prob=0.5, swap_seg_labels=[(2, 3), (4, 5)])
-    pack = dict(type="PackSegInputs")
-    for split, loader, pipeline in (
-        ("train", config.train_dataloader, [*LOAD, resize, flip, pack]),
-        ("val", config.val_dataloader, [LOAD[0], resize, LOAD[1], pack]),
-    ):
-        prefix = dict(img_path=f"images/{split}", seg_map_path=f"labels/{split}")
-        loader.update(batch_size=2, num_workers=0, persistent_workers=False)
-        loader.dataset = dict(
-            type="HELENDataset", data_root=str(tmp_path / "out"), data_prefix=prefix, pipeline=pipeline
-        )
-    config.model.data_preprocessor.size = (48, 64)
-    config.model.backbone.update(num_stages=1, strides=(1,), dilations=(1,), out_indices=(0,))
-    config.model.decode_head.update(in_channels=16, in_index=0, channels=16, dropout_ratio=0.0)
-    config.model.decode_head.loss_decode = dict(type="CrossEntropyLoss")
-    config.train_cfg.update(max_iters=40, val_interval=40)
-    config.optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.01))
-    config.val_evaluator = dict(type="FaceParsingMetric")
-    config.param_scheduler = config.test_dataloader = config.test_evaluator = config.test_cfg = None
-    config.work_dir = str(tmp_path / "work")
-    runner = Runner.from_cfg(config)
-    before = runner.val()
-    runner.train()
-    after = runner.val()
-    assert after["face/accuracy"] > before["face/accuracy"] + 20
-    assert after["face/skin"] > 60
-    assert {"face/overall", "face/brows", "face/mouth", "face/upper_lip"} <= set(after)

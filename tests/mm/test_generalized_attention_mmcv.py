@@ -49,12 +49,6 @@ def test_equals_mmcv(attention_type):
     check(*pair(attention_type=attention_type, kv_stride=1), (2, 20, 4, 3))
 
 
-def test_state_dict_both_ways():
-    for attention_type in SETTINGS:
-        peer, ours = pair(attention_type=attention_type)
-        peer.load_state_dict(ours.state_dict())
-
-
 @pytest.mark.parametrize("options", [dict(q_stride=2), dict(q_stride=3, kv_stride=1), dict(position_magnitude=2)])
 def test_options_equal_mmcv(options):
     for attention_type in ("1111", "0011", "0010"):
