@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from timm.models._features_fx import GraphExtractNet
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor, nn
 
@@ -20,20 +21,28 @@ from attn_plugins.timm.accelerate import AcceleratedSwinBlock
 
 SWIN = dict(img_size=(40, 64), patch_size=4, window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4))
 SAM = dict(img_size=64, patch_size=8, embed_dim=16, depth=2, num_heads=2, window_size=3, global_attn_indexes=(1,))
+MVIT = dict(embed_dim=16, num_heads=1, depths=(1, 2), stride_q=((1, 1), (2, 2)))
+S3 = dict(img_size=(40, 64), depths=(2, 2), embed_dim=16, num_heads=(2, 4), window_size=(4, 3))
+V1, V2, SAM_B = "swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"
 MODELS = {  # and the number of their modules that are known
-    "swin_tiny_patch4_window7_224": (SWIN, 4),
-    "swin_s3_tiny_224": (dict(img_size=(40, 64), depths=(2, 2), embed_dim=16, num_heads=(2, 4), window_size=(4, 3)), 4),
-    "swinv2_tiny_window8_256": (SWIN, 4),
+    V1: (SWIN, 4),
+    "swin_s3_tiny_224": (S3, 4),
+    V2: (SWIN, 4),
     "swinv2_base_window12to16_192to256": (dict(SWIN, pretrained_window_sizes=(12, 6)), 4),
-    "samvit_base_patch16": (SAM, 2),
-    "mvitv2_tiny": (dict(img_size=64), 10),
-    "mvitv2_small_cls": (dict(img_size=32), 16),
+    SAM_B: (SAM, 2),
+    "mvit": (dict(img_size=64), 3),
+    "mvit with a class token": (dict(img_size=32), 3),
 }
 
 
 def build(name: str, **options) -> nn.Module:
     torch.manual_seed(0)
-    model = timm.create_model(name, **{"num_classes": 5, "drop_path_rate": 0.0, **MODELS[name][0], **options})
+    options = {"num_classes": 5, "drop_path_rate": 0.0, **MODELS[name][0], **options}
+    if name.startswith("mvit"):
+        cfg = MultiScaleVitCfg(**MVIT, use_cls_token="class" in name)
+        model: nn.Module = MultiScaleVit(cfg, **options)
+    else:
+        model = timm.create_model(name, **options)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "relative_position" in key or "rel_pos" in key or "q_bias" in key or "cpb_mlp" in key:
@@ -56,7 +65,6 @@ def results(model: nn.Module, x: Tensor, train: bool) -> dict[str, Tensor]:
     return {"output": output.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
-@pytest.mark.sampled(5, every_value=False)
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_and_gradients_stay(name):
     model = build(name)
@@ -79,73 +87,70 @@ def test_outputs_and_gradients_stay(name):
     assert accelerate(model) == []
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
-def test_dropout_and_hooks_get_timms_weights(name):
-    """Random draws are the same, hooks that read the weights get them, and other hooks stay."""
+@pytest.mark.parametrize("name", [V1, V2])
+def test_dropout_draws_what_timms_draws(name):
     model = build(name, attn_drop_rate=0.3, proj_drop_rate=0.2).train()
-    x = picture(model, name)
-    torch.manual_seed(2)
-    expected = model(x)
-    accelerate(model)
-    torch.manual_seed(2)
-    torch.testing.assert_close(model(x), expected)
-    model.eval()
-    expected, seen = model(x), []
-    handle = model.layers[0].blocks[1].attn.softmax.register_forward_hook(lambda *call: seen.append(call[2]))
-    torch.testing.assert_close(model(x), expected)
-    assert seen[0].shape[-2:] == (16, 16)
-    handle.remove()
-    model.layers[0].blocks[1].attn.proj.register_forward_hook(lambda *call: seen.append(call[2]))
-    model(x)
-    assert len(seen) == 2
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(2)
+        outputs.append(model(picture(model, name)))
+        accelerate(model)
+    torch.testing.assert_close(*outputs)
 
 
 FAMILIES = {  # a model of each kind, its last attention, and the modules in it
-    "swin": ("swin_tiny_patch4_window7_224", "layers.1.blocks.1.attn", "softmax attn_drop qkv proj proj_drop"),
-    "swinv2": ("swinv2_tiny_window8_256", "layers.1.blocks.1.attn", "softmax attn_drop proj proj_drop cpb_mlp"),
-    "sam": ("samvit_base_patch16", "blocks.1.attn", "attn_drop qkv q_norm k_norm proj proj_drop"),
-    "mvit": ("mvitv2_tiny", "stages.3.blocks.1.attn", "qkv proj pool_k norm_k"),
+    "swin": (V1, "layers.1.blocks.1.attn", "softmax attn_drop qkv proj proj_drop"),
+    "swinv2": (V2, "layers.1.blocks.1.attn", "softmax attn_drop proj proj_drop cpb_mlp"),
+    "sam": (SAM_B, "blocks.1.attn", "attn_drop qkv q_norm k_norm proj proj_drop"),
+    "mvit": ("mvit", "stages.1.blocks.1.attn", "qkv proj pool_k norm_k"),
 }
-HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
 
 
-def alike(family: str, change: Callable[[nn.Module, list], Any]) -> None:
-    """Change timm's model and an accelerated one: what they record and compute is the same."""
+def pair(family: str) -> list[tuple[nn.Module, nn.Module, Tensor]]:
+    """Return timm's model and an accelerated one, each with its attention and a picture."""
     name, path, _ = FAMILIES[family]
+    models = [build(name).eval(), build(name).eval()]
+    accelerate(models[1])
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, nn.ReLU):
+                module.inplace = False  # PyTorch allows no backward hooks of all modules otherwise
+        model.get_submodule(path).fused_attn = False  # timm's fused attention passes by its attn_drop
+    return [(model, model.get_submodule(path), picture(model, name, 1)) for model in models]
+
+
+def alike(models: list[tuple[nn.Module, nn.Module, Tensor]], change: Callable[[nn.Module, list], Any]) -> None:
+    """Change both models: what they record and compute is the same."""
     outcomes = []
-    for accelerated in (False, True):
-        model, record = build(name), []
-        for relu in filter(lambda module: isinstance(module, nn.ReLU), model.modules()):
-            relu.inplace = False  # PyTorch allows no backward hooks of all modules otherwise
-        if accelerated:
-            accelerate(model)
-        model.eval()
-        attn = model.get_submodule(path)
-        attn.fused_attn = False  # timm's fused attention passes by its attn_drop
+    for model, attn, x in models:
+        record: list = []
         with change(attn, record) or contextlib.nullcontext():
             torch.manual_seed(3)
-            outputs = [model(picture(model, name)) for _ in range(2)]
-            sum(output.square().sum() for output in outputs).backward()
-        outcomes.append((record, torch.stack(outputs).detach()))
+            output = model(x)
+            output.square().sum().backward()
+        outcomes.append((record, output.detach()))
     (expected, outputs), (found, ours) = outcomes
     assert found == expected
     torch.testing.assert_close(ours, outputs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("family, part", [(f, p) for f in FAMILIES for p in ["", *FAMILIES[f][2].split()]])
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_are_called(family, part, hook):
-    def change(attn: nn.Module, record: list) -> Any:
-        return getattr(attn.get_submodule(part), f"register_{hook}")(lambda *call: record.append(hook))
-
-    alike(family, change)
+def hooked(hook: str, part: str | None) -> Callable[[nn.Module, list], Any]:
+    """Register a hook on a part of the attention, or on all modules."""
+    if part is None:
+        register = getattr(nn.modules.module, f"register_module_{hook}")
+        return lambda attn, record: register(lambda module, *call: record.append(len(module._modules)))
+    return lambda attn, record: getattr(attn.get_submodule(part), f"register_{hook}")(
+        lambda *call: record.append("called")
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_of_all_modules_are_called(family, hook):
-    register = getattr(nn.modules.module, f"register_module_{hook}")
-    alike(family, lambda attn, record: register(lambda module, *call: record.append(len(module._modules))))
+def test_hooks_are_called(family):
+    """One hook at a time: of every kind, on the attention, on each module in it, and on all modules."""
+    models = pair(family)
+    for hook in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        for part in (None, "", *FAMILIES[family][2].split()):
+            alike(models, hooked(hook, part))
 
 
 class Halved(nn.Module):
@@ -181,46 +186,27 @@ def replace(part: str) -> Callable[[nn.Module, list], None]:
     ],
 )
 def test_replaced_parts_are_used(family, change):
-    alike(family, change)
+    alike(pair(family), change)
 
 
-@pytest.mark.parametrize("family", ["swin", "swinv2"])
-def test_a_replaced_attention_is_used(family):
-    name, path, _ = FAMILIES[family]
-    model = build(name).eval()
-    accelerate(model)
-    block = model.get_submodule(path.removesuffix(".attn"))
-    block.attn = Halved()
-    x = torch.randn(2, 5, 8, 32).double()
-    torch.testing.assert_close(block._attn(x), x / 2)
-
-
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
-def test_other_sizes(name):
-    """Pictures of any size, and ``set_input_size`` after ``accelerate``."""
+@pytest.mark.parametrize("name, grad", [(V1, False), (V2, True)])
+def test_other_sizes(name, grad):
+    """Of pictures, also after ``set_input_size``; a trace at a size of whole windows serves one that is padded."""
     model = build(name, strict_img_size=False).eval()
     ours = copy.deepcopy(model)
     accelerate(ours)
-    for size in ((52, 36), (96, 32)):
+
+    def same(call: Callable[[Tensor], Tensor], *size: int) -> None:
         x = torch.randn(1, 3, *size).double()
-        torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(call(x), model(x), rtol=1e-5, atol=1e-6)
+
+    same(ours, 52, 36)
+    same(ours, 96, 32)
+    with torch.set_grad_enabled(grad):
+        same(torch.jit.trace(ours, torch.randn(1, 3, 64, 64).double(), check_trace=False), 52, 68)
     for changed in (model, ours):
         changed.set_input_size(img_size=(48, 80), window_size=6)
-    x = torch.randn(1, 3, 48, 80).double()
-    torch.testing.assert_close(ours(x), model(x), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256"])
-@pytest.mark.parametrize("grad", [False, True])
-def test_a_trace_serves_other_sizes(name, grad):
-    """Traced at a size of whole windows, and run at one that is padded."""
-    model = build(name, strict_img_size=False).eval()
-    ours = copy.deepcopy(model)
-    accelerate(ours)
-    with torch.set_grad_enabled(grad):
-        traced = torch.jit.trace(ours, torch.randn(1, 3, 64, 64).double(), check_trace=False)
-    x = torch.randn(2, 3, 52, 68).double()
-    torch.testing.assert_close(traced(x), model(x), rtol=1e-5, atol=1e-6)
+    same(ours, 48, 80)
 
 
 @pytest.mark.parametrize("size", [(4, 6), (3, 7), (5, 2)])
@@ -236,9 +222,8 @@ def test_sams_tables_are_interpolated(size):
 
 
 def test_copies_pickles_and_half_precision():
-    name = "swin_tiny_patch4_window7_224"
-    model = build(name).float().eval()
-    x = picture(model, name)
+    model = build(V1).float().eval()
+    x = picture(model, V1)
     expected = model(x)
     accelerate(model)
     file = io.BytesIO()
@@ -247,30 +232,17 @@ def test_copies_pickles_and_half_precision():
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert isinstance(twin.layers[0].blocks[0], AcceleratedSwinBlock)
         torch.testing.assert_close(twin(x), expected)
-    stock = build(name).bfloat16().eval()
-    half = copy.deepcopy(stock)
-    accelerate(half)
     tolerance = dict(rtol=0.05, atol=0.05 * expected.abs().max().item())
-    for result in (half(x.bfloat16()), stock(x.bfloat16())):
-        torch.testing.assert_close(result.float(), expected, **tolerance)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(model(x).float(), expected, **tolerance)
-
-
-def test_compile():
-    name = "swin_tiny_patch4_window7_224"
-    model = build(name, depths=(2,), num_heads=(2,)).eval()
-    x = picture(model, name)
-    expected = model(x)
-    accelerate(model)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x), expected)
+    torch.testing.assert_close(model.bfloat16()(x.bfloat16()).float(), expected, **tolerance)
 
 
 @torch.no_grad()
 def test_compile_with_symbolic_sizes():
     """There are no graph breaks. timm's own layers recompile for another size."""
     torch._dynamo.reset()
-    model = build("swin_tiny_patch4_window7_224", depths=(2,), num_heads=(2,), strict_img_size=False).eval()
+    model = build(V1, depths=(2,), num_heads=(2,), strict_img_size=False).eval()
     accelerate(model)
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     for size in ((40, 72), (56, 88)):
@@ -279,27 +251,14 @@ def test_compile_with_symbolic_sizes():
 
 
 def test_within_another_model():
-    model = nn.ModuleDict(
-        dict(a=build("samvit_base_patch16"), b=build("swin_tiny_patch4_window7_224"), c=nn.Linear(1, 1))
-    )
+    model = nn.ModuleDict(dict(a=build(SAM_B), b=build(V1), c=nn.Linear(1, 1)))
     assert accelerate(model) == [
         *(f"a.blocks.{i}.attn" for i in range(2)),
         *(f"b.layers.{i}.blocks.{j}" for i in range(2) for j in range(2)),
     ]
 
 
-def test_features():
-    name = "swin_tiny_patch4_window7_224"
-    torch.manual_seed(0)
-    model = timm.create_model(name, features_only=True, **MODELS[name][0]).eval()
-    x = torch.randn(1, 3, 40, 64)
-    expected = model(x)
-    assert len(accelerate(model)) == 4
-    for features, wanted in zip(model(x), expected):
-        torch.testing.assert_close(features, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "swinv2_tiny_window8_256", "samvit_base_patch16"])
+@pytest.mark.parametrize("name", [V1, V2, SAM_B])
 def test_traced_by_fx(name):
     model = build(name).eval()
     x = picture(model, name)
@@ -318,14 +277,21 @@ def test_nothing_is_found(name):
 
 
 def test_all_or_none():
-    model = build("swin_tiny_patch4_window7_224")
+    model = build(V1)
     block = model.layers[1].blocks[1]
     block.attn.forward = lambda x, mask=None: x
-    with pytest.raises(
-        RuntimeError, match=r"layers\.1\.blocks\.1\.attn has a forward of its own, .* nothing was replaced"
-    ):
+    with pytest.raises(RuntimeError, match=r"layers\.1\.blocks\.1\.attn has a forward of its own, .* nothing was repl"):
         accelerate(model)
-    block.attn = nn.Identity()
-    with pytest.raises(RuntimeError, match=r"layers\.1\.blocks\.1\.attn is Identity, not timm's; nothing was replaced"):
+    block.attn = Halved()
+    with pytest.raises(RuntimeError, match=r"layers\.1\.blocks\.1\.attn is Halved, not timm's; nothing was replaced"):
         accelerate(model)
     assert not any(isinstance(module, AcceleratedSwinBlock) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", [V1, V2])
+def test_an_attention_replaced_later_is_used(name):
+    model = build(name).eval()
+    accelerate(model)
+    block, x = model.layers[1].blocks[1], torch.randn(2, 5, 8, 32).double()
+    block.attn = Halved()
+    torch.testing.assert_close(block._attn(x), x / 2)
