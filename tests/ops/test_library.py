@@ -115,10 +115,10 @@ def test_without_a_gpu_the_binary_that_loaded_serves(gpus, monkeypatch):
 
 
 def test_the_number_of_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(library, "_has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert [library._gpu(torch.device(name)) for name in ("cuda:1", "cuda", "cpu")] == [1, 3, None]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(library, "_has_gpu", lambda: False)
     assert library._gpu(torch.device("cuda:1")) is None
 
 

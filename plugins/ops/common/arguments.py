@@ -69,19 +69,27 @@ def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | 
     leader = tensors[first]
     if not isinstance(leader, Tensor):
         raise TypeError(f"{first} must be a Tensor, got {type(leader).__name__}")
-    for name, tensor in {first: leader, **tensors}.items():
-        if tensor is None and name not in required:
+    _check_dense(first, leader)
+    dtype, device = leader.dtype, leader.device
+    for name, tensor in tensors.items():
+        if tensor is leader or (tensor is None and name not in required):
             continue
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
-        if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
-        if tensor.device != leader.device:
-            raise ValueError(f"{name} must be on {first}'s device {leader.device}, got {tensor.device}")
-        if tensor.dtype != leader.dtype and autocast_dtype(leader.device.type) is None:
-            raise TypeError(f"{name} must have {first}'s dtype {leader.dtype}, got {tensor.dtype}")
+        if tensor.dtype != dtype or tensor.layout != torch.strided:  # else it is as the first one is
+            _check_dense(name, tensor)
+        if tensor.device != device:
+            raise ValueError(f"{name} must be on {first}'s device {device}, got {tensor.device}")
+        if tensor.dtype != dtype and autocast_dtype(device.type) is None:
+            raise TypeError(f"{name} must have {first}'s dtype {dtype}, got {tensor.dtype}")
+
+
+def _check_dense(name: str, tensor: Tensor) -> None:
+    """Check that ``tensor`` is dense and floating-point."""
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
+    if tensor.dtype not in FLOATS:
+        raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {tensor.dtype}")
 
 
 def check_padding_mask(mask: Tensor | None, B: int, S: int, device: torch.device, keys: str = "keys") -> None:

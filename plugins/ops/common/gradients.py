@@ -97,7 +97,8 @@ def unobserved(args: Sequence[Any]) -> bool:
     same way through the dispatcher every time, which two crossings between Python and C++ make slow.
     """
     if (
-        traced()
+        is_compiling()
+        or torch._C._get_tracing_state() is not None
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
         or transformed()

@@ -77,9 +77,14 @@ def _gpu_failure(index: int) -> str | None:
     )
 
 
+@cache
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()  # asks the driver at each call
+
+
 def _gpu(device: torch.device) -> int | None:
     """Return the index of a CUDA device, or None without a GPU: fake CUDA tensors exist there as well."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    if device.type != "cuda" or not _has_gpu():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
 
@@ -87,8 +92,9 @@ def _gpu(device: torch.device) -> int | None:
 def _failure(device: torch.device) -> str | None:
     """Return the reason why the compiled operators do not run on ``device``, or None."""
     reason = _FAILURES.get(device.type, f"there are no kernels for {device.type}")
-    gpu = _gpu(device)
-    return _gpu_failure(gpu) if reason is None and gpu is not None else reason
+    if reason is not None or device.type != "cuda" or (gpu := _gpu(device)) is None:
+        return reason
+    return _gpu_failure(gpu)
 
 
 def has_kernel(device: torch.device | str) -> bool:
@@ -106,10 +112,11 @@ def refusal(device: torch.device | str, kind: str) -> str | None:
 
     A missing binary, or one without code for the GPU, is a :class:`.backends.Failure`.
     """
-    device = torch.device(device)
+    if isinstance(device, str):
+        device = torch.device(device)
     if device.type != kind:
         return f"its kernels are for {kind}, but the tensors are on {device.type}"
-    reason = _failure(device)
+    reason = _failure(device) if kind == "cuda" else _FAILURES[kind]
     return None if reason is None else Failure(reason)
 
 

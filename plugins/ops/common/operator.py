@@ -93,6 +93,7 @@ class Operator:
         self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
         self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
         self._cast = [cast is None or field in cast for field in terms._fields]
+        self._count = len(terms._fields)
         self._kept = [results.index(result) for result in keeps]
         self._needs_output = needs_output
         self._shared = [n for n, field in enumerate(terms._fields) if field in shared]
@@ -109,10 +110,13 @@ class Operator:
         """Compute the output of checked terms."""
         if backends.explaining():
             raise backends.Explained(self._explain(terms, options))
-        if self._by_reference():
-            return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
         args = (*terms, *options)
-        results = self._once.direct(self._forward, args) if unobserved(args) else self._forward_operator(*args)
+        if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
+            results = self._once.direct(self._forward, args)
+        elif self._by_reference():
+            return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
+        else:
+            results = self._forward_operator(*args)
         return results if isinstance(results, Tensor) else results[0]
 
     def gradients(self, grad_output: Tensor, terms: Any, options: Any, needs: Sequence[bool]) -> list[Tensor | None]:
@@ -202,7 +206,7 @@ class Operator:
     def _autocast_rule(self, operator: Any, device_type: str, key: str, casts: bool) -> Callable[..., Any]:
         """Cast the terms of the forward; either way autocast is off inside, where kernels choose dtypes themselves."""
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        count = len(self.terms._fields)
+        count = self._count
 
         def rule(*args: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(keys):
@@ -214,9 +218,9 @@ class Operator:
 
     def _split(self, args: Sequence[Any]) -> tuple[Any, list[Tensor | None], Any]:
         """Return terms, kept results and options of a backward's arguments after ``grad_output``."""
-        terms, kept = len(self.terms._fields), len(self._kept)
-        rest = args[terms + kept : terms + kept + len(self.options._fields)]
-        return self.terms(*args[:terms]), list(args[terms : terms + kept]), self.options(*rest)
+        count, after = self._count, self._count + len(self._kept)
+        options = self.options._make(args[after : after + len(self.options._fields)])
+        return self.terms._make(args[:count]), list(args[count:after]), options
 
     def _forward(self, *args: Any) -> Any:
         if self._of_state is not None and (state := triton_launch.state(args[self._of_state])) is not None:
@@ -224,8 +228,7 @@ class Operator:
         return self._compute(*args)
 
     def _compute(self, *args: Any) -> Any:
-        count = len(self.terms._fields)
-        terms, options = self.terms(*args[:count]), self.options(*args[count:])
+        terms, options = self.terms._make(args[: self._count]), self.options._make(args[self._count :])
         serving = backends.choose(self.name, self.table, terms, options)
         if serving.allocates:
             return serving.forward(terms, options)
@@ -247,14 +250,15 @@ class Operator:
         needs = args[-1]
         if grad_output.numel() == 0:
             grads = self._gradients(terms, needs)
-            return tuple(grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads)
+            return tuple([grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads])
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
         if serving.allocates:
             gradients = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
         else:
             gradients = dict(zip(terms._fields, self._gradients(terms, needs)))
             fill(gradients, serving.backward(grad_output, terms, options, *kept, gradients))
-        return tuple(grad_output.new_empty(0) if grad is None else grad for grad in map(gradients.get, terms._fields))
+        found = map(gradients.get, terms._fields)
+        return tuple([grad_output.new_empty(0) if grad is None else grad for grad in found])
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
         """Return uninitialised gradients, None where not needed."""
@@ -264,8 +268,7 @@ class Operator:
         ]
 
     def _fake_forward(self, *args: Any) -> Any:
-        count = len(self.terms._fields)
-        results = self.fake(self.terms(*args[:count]), self.options(*args[count:]))
+        results = self.fake(self.terms(*args[: self._count]), self.options(*args[self._count :]))
         return results if len(results) > 1 else results[0]
 
     def _fake_backward(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -275,31 +278,35 @@ class Operator:
     # --- gradients ------------------------------------------------------------------------------------------------
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
-        count = len(self.terms._fields)
-        terms, options = inputs[:count], inputs[count:]
+        terms, options = inputs[: self._count], inputs[self._count :]
+        if not self._kept:
+            return self._save(ctx, terms, options)
         results = [output] if isinstance(output, Tensor) else list(output)
         if self._needs_output and not self._needs_output(self.terms(*terms), self.options(*options)):
             results[0] = None
-        self._save(ctx, [*terms, *(results[n] for n in self._kept)], options)
+        self._save(ctx, [*terms, *[results[n] for n in self._kept]], options)
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
-        masks = self._tensor_options
-        ctx.transformed, ctx.forced = transformed(), backends.forced()
-        ctx.options = [None if n in masks else option for n, option in enumerate(options)]
-        ctx.save_for_backward(*tensors, *[options[n] for n in masks])
+        ctx.transformed, ctx.forced, ctx.options = transformed(), backends.forced(), options
+        if masks := self._tensor_options:
+            ctx.options = [None if n in masks else option for n, option in enumerate(options)]
+            tensors = [*tensors, *[options[n] for n in masks]]
+        ctx.save_for_backward(*tensors)
 
-    def _saved(self, ctx: Any) -> tuple[list[Tensor | None], list[Any]]:
+    def _saved(self, ctx: Any) -> tuple[Sequence[Tensor | None], Sequence[Any]]:
         """Return what :meth:`_save` was given."""
+        if not self._tensor_options:
+            return ctx.saved_tensors, ctx.options
         tensors, options = list(ctx.saved_tensors), list(ctx.options)
         for n in reversed(self._tensor_options):
             options[n] = tensors.pop()
         return tensors, options
 
     def _differentiate(self, ctx: Any, grad_output: Tensor | None, *_: Any) -> tuple:
-        count, others = len(self.terms._fields), len(self.options._fields)
-        needs = [bool(need) for need in ctx.needs_input_grad[1 : count + 1]]
-        if grad_output is None or not any(needs):
-            return (None,) * (count + others)
+        others = (None,) * len(self.options._fields)
+        needs = list(ctx.needs_input_grad[1 : self._count + 1])
+        if grad_output is None or True not in needs:
+            return (*[None] * self._count, *others)
         tensors, options = self._saved(ctx)
         direct = not (torch.is_grad_enabled() or ctx.transformed or is_batched_gradient(grad_output))
         direct = direct and unobserved((grad_output, *tensors))
@@ -310,7 +317,7 @@ class Operator:
             now = backends.forced()
             with backends.backend(ctx.forced if now in (None, backends.REFERENCE) else now):
                 grads = differentiate(grad_output, *tensors, *options, needs)
-        return (*(grad if need else None for grad, need in zip(grads, needs)), *[None] * others)
+        return (*[grad if need else None for grad, need in zip(grads, needs)], *others)
 
     def _setup_context_twice(self, ctx: Any, inputs: tuple, output: Any) -> None:
         grad_output, *rest = inputs
@@ -347,8 +354,7 @@ class Operator:
             out_shape: Ignored; the result's shape, which the counter gives.
             **kwargs: Ignored, likewise.
         """
-        count = len(self.terms._fields)
-        return self._operations(self.terms(*args[:count]), self.options(*args[count:]))
+        return self._operations(self.terms(*args[: self._count]), self.options(*args[self._count :]))
 
     def backward_flops(self, grad_output: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
         """Count likewise for a call of the operator's backward."""

@@ -99,23 +99,27 @@ def deform_conv1d(
 def _checked(terms: Terms, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Options:
     """Check the terms of maps or of sequences, and return the geometry with the numbers of groups."""
     input, offset, weight, bias, mask = terms
-    check_tensors("input", ("offset", "weight"), **terms._asdict())
+    check_tensors("input", ("offset", "weight"), input=input, offset=offset, weight=weight, bias=bias, mask=mask)
     axes = len(stride)
     check_dim("input", input, "(B, C, L)" if axes == 1 else "(B, C, H, W)")
     check_dim("weight", weight, "(C_out, C / groups, K)" if axes == 1 else "(C_out, C / groups, Kh, Kw)")
     check_dim("offset", offset, "(B, D * K, L_out)" if axes == 1 else "(B, D * Kh * Kw * 2, Ho, Wo)")
-    groups = _check_weight(input, weight, bias)
-    B, C, *size = input.shape
-    taps = math.prod(weight.shape[2:])
-    output = [_output_size(*sizes) for sizes in zip(size, weight.shape[2:], stride, padding, dilation)]
-    offset_groups = offset.shape[1] // (axes * taps)
-    if offset_groups == 0 or C % offset_groups or offset.shape != (B, offset_groups * axes * taps, *output):
+    (B, C, *size), (out_channels, group_channels, *kernel), given = input.shape, weight.shape, offset.shape
+    groups = _groups(C, out_channels, group_channels, kernel)
+    if bias is not None and bias.shape != (out_channels,):
+        raise ValueError(
+            f"bias must have shape ({out_channels},), one for each of weight's outputs, got {tuple(bias.shape)}"
+        )
+    taps = math.prod(kernel)
+    output = list(map(_output_size, size, kernel, stride, padding, dilation))
+    offset_groups = given[1] // (axes * taps)
+    if offset_groups == 0 or C % offset_groups or given != (B, offset_groups * axes * taps, *output):
         wanted = f"({B}, D * {axes * taps}, {', '.join(map(str, output))})"
         s, p, d = (option[0] if axes == 1 else option for option in (stride, padding, dilation))
         raise ValueError(
             f"offset must have shape (B, D * {axes * taps}, {'L_out' if axes == 1 else 'Ho, Wo'}) = {wanted}, with D "
             f"dividing the {C} channels of input, for a weight of shape {tuple(weight.shape)}, "
-            f"stride {s}, padding {p} and dilation {d}, got {tuple(offset.shape)}"
+            f"stride {s}, padding {p} and dilation {d}, got {tuple(given)}"
         )
     shape = (B, offset_groups * taps, *output)
     if mask is not None and mask.shape != shape:
@@ -134,21 +138,16 @@ def _output_size(size: int, kernel: int, stride: int, padding: int, dilation: in
     return output
 
 
-def _check_weight(input: Tensor, weight: Tensor, bias: Tensor | None) -> int:
-    """Check the shapes of weight and bias, and return the number of groups."""
-    C = input.shape[1]
-    out_channels, group_channels, *kernel = weight.shape
-    if min(out_channels, group_channels, *kernel) < 1:
-        raise ValueError(f"weight must have no axis of size 0, got shape {tuple(weight.shape)}")
+def _groups(C: int, out_channels: int, group_channels: int, kernel: Sequence[int]) -> int:
+    """Check the shape of the weight, and return the number of groups."""
+    shape = (out_channels, group_channels, *kernel)
+    if min(shape) < 1:
+        raise ValueError(f"weight must have no axis of size 0, got shape {shape}")
     groups = C // group_channels
     if groups == 0 or groups * group_channels != C or out_channels % groups:
         raise ValueError(
-            f"weight of shape {tuple(weight.shape)} does not fit input of {C} channels: its second size must divide "
+            f"weight of shape {shape} does not fit input of {C} channels: its second size must divide "
             f"the channels, and the number of groups so given must divide its first"
-        )
-    if bias is not None and bias.shape != (out_channels,):
-        raise ValueError(
-            f"bias must have shape ({out_channels},), one for each of weight's outputs, got {tuple(bias.shape)}"
         )
     return groups
 

@@ -56,9 +56,8 @@ def deformable_attention(
     """
     check_tensors("value", value=value)
     check_dim("value", value, "(B, S, M, d)")
-    beside = dict(sampling_locations=sampling_locations, attention_weights=attention_weights)
-    for name, tensor in beside.items():
-        _check_beside(name, tensor, value)
+    _check_beside("sampling_locations", sampling_locations, value)
+    _check_beside("attention_weights", attention_weights, value)
     shapes = shapes_on_host(spatial_shapes)
     B, S, M, d = value.shape
     pixels = sum(h * w for h, w in shapes)
@@ -136,6 +135,8 @@ def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
         raise TypeError(f"{name} must be a dense Tensor, got one of layout {tensor.layout}")
     if tensor.device != value.device:
         raise ValueError(f"{name} must be on value's device {value.device}, got {tensor.device}")
+    if tensor.dtype == value.dtype:
+        return
     fitting = {value.dtype, arithmetic_dtype(value.dtype)}
     if autocast_dtype(value.device.type) is not None:
         fitting = set(FLOATS)
