@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 from torch import nn
 
 from attn_plugins import modules
@@ -106,6 +107,12 @@ VARIANTS: dict[str, Callable[..., nn.Module]] = {
     "GeneralizedAttention2d, as mmcv's": partial(modules.GeneralizedAttention2d.mmcv_compatible, 16, num_heads=2),
 }
 MODULES = {name: build for name, build in VARIANTS.items() if "," not in name}
+
+
+def often(*names: str, never: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Parametrise a costly test by these variants, and by one of every other class where slow tests run."""
+    others = [name for name in MODULES if name not in (*names, *never)]
+    return pytest.mark.parametrize("name", [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)])
 
 
 def public_modules() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What every public module promises on every device, beside its own formula.
 
-Results and gradients are those of the same module on the CPU in float64; modules compile and export; state dicts,
-copies and pickles give the same results; ``reset_parameters`` draws what the constructor does.
+Results and gradients are those of the same module on the CPU in float64; state dicts, copies and pickles give the
+same results; ``reset_parameters`` draws what the constructor does. ``test_graphs.py`` compiles and exports them.
 """
 
 from __future__ import annotations
@@ -65,18 +65,19 @@ def test_variants_print_differently():
 # --- results and gradients --------------------------------------------------------------------------------------------
 
 
-@every_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@every_variant
-def test_equals_float64_on_the_cpu(name, dtype, device):
-    check_module(made(name), inputs(name), device, dtype, factor=factor(name))
+HALVES = (torch.float16, torch.bfloat16)
 
 
 @every_device
-@pytest.mark.parametrize("autocast", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, None), *((half, None) for half in HALVES), *((torch.float32, half) for half in HALVES)],
+    ids=str,
+)
 @every_variant
-def test_autocast(name, autocast, device):
-    check_module(made(name), inputs(name), device, torch.float32, autocast=autocast, factor=2 * factor(name))
+def test_equals_float64_on_the_cpu(name, dtype, autocast, device):
+    tolerance = factor(name) * (2 if autocast else 1)
+    check_module(made(name), inputs(name), device, dtype, autocast=autocast, factor=tolerance)
 
 
 @every_variant
@@ -95,7 +96,10 @@ def test_float64_stays_float64_inside(name):
 
 @every_variant
 def test_gradients_of_both_orders(name):
-    """Finite differences along random directions, of all inputs and parameters; every parameter learns."""
+    """Finite differences along random directions, of all inputs and parameters; every parameter learns.
+
+    Those of second order are of every class, not of its variants, which differ in terms of operators.
+    """
     module = made(name, dtype=torch.float64)
     args, kwargs = moved(inputs(name), "cpu", torch.float64)
     tensors, structure = pytree.tree_flatten((args, kwargs))
@@ -112,7 +116,8 @@ def test_gradients_of_both_orders(name):
 
     leaves = [tensors[place] for place in places]
     assert torch.autograd.gradcheck(function, (*leaves, *parameters), fast_mode=True)
-    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
+    if name in MODULES:
+        assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True)
     total = sum(t.square().sum() for t in function(*leaves, *parameters))
     for parameter, gradient in zip(names, torch.autograd.grad(total, parameters) if parameters else ()):
         assert gradient.abs().max() > 1e-12 or parameter.endswith(WITHOUT_EFFECT), parameter
@@ -148,43 +153,13 @@ def test_maps_of_any_size(name):
         assert module(x[:0]).shape == (0, *output.shape[1:])
 
 
-@pytest.mark.sampled(72)
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("size", [(6, 9), (9, 6), (7, 7)])
+@pytest.mark.parametrize(("size", "autocast"), [((6, 9), False), ((7, 7), True)])
 # With coordinates as channels, the gradient is a part of theirs.
 @pytest.mark.parametrize("name", [name for name in MAPS if name != "AAConv2d, no convolution"])
 def test_the_memory_format_is_that_of_the_input(name, size, autocast):
     torch.manual_seed(0)
     x = inputs(name)[0][0]
     check_memory_format(VARIANTS[name](), (*x.shape[:2], *size), autocast)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "CrissCrossAttention2d",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("AAConv2d", "GeneralizedAttention2d", "LocalBilateralConv2d")
-        ),
-    ],
-)
-def test_a_graph_keeps_the_memory_format(name):
-    torch.manual_seed(0)
-    module, x = VARIANTS[name]().eval(), inputs(name)[0][0]
-    for kind, layout in FORMATS.items():
-        x = x.contiguous(memory_format=layout)
-        expected = module(x).detach()
-        ways = {
-            "traced": torch.jit.trace(module, x),
-            "exported": torch.export.export(module, (x,)).module(),
-            "compiled": torch.compile(module, backend="aot_eager", fullgraph=True),
-        }
-        for way, function in ways.items():
-            output = function(x)
-            assert has_format(output, kind), way
-            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
-        torch._dynamo.reset()
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------
@@ -212,27 +187,6 @@ def test_state_dict_copy_and_pickle(name, device):
             torch.testing.assert_close(a, b.cpu(), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.sampled(8, every_value=False)
-@every_device
-@every_variant
-def test_compiled(name, device):
-    """On CUDA, inductor compiles; on the CPU, graphs run as they are, which needs no compiler."""
-    torch._dynamo.reset()
-    backend = "inductor" if device == "cuda" else "aot_eager"
-    compiled = partial(torch.compile, backend=backend, fullgraph=True)
-    check_module(made(name), inputs(name), device, torch.float32, compiled=compiled)
-
-
-@pytest.mark.sampled(16, every_value=False)
-# torch's guards on the sizes of named tuples' fields are no valid Python.
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "GatedBilateralController"])
-def test_exported(name):
-    module, (args, kwargs) = made(name), inputs(name)
-    exported = torch.export.export(module, args, kwargs).module()
-    for output, expected in zip(call(exported, (args, kwargs)), call(module, (args, kwargs))):
-        torch.testing.assert_close(output, expected)
-
-
 # Sizes at which kernels work on whole and partial tiles, for layers that have kernels.
 LARGE = {
     "BilateralCrissCross2d": lambda: modules.BilateralCrissCross2d(64, kernel_size=9),
@@ -244,19 +198,16 @@ LARGE = {
 
 
 @every_device
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [(torch.float32, "channels_last"), (torch.bfloat16, "contiguous")], ids=str
+)
 @pytest.mark.parametrize("name", LARGE)
 def test_larger_maps_in_both_memory_formats(name, dtype, layout, device):
     torch.manual_seed(0)
-    x = torch.randn(2, 64, 33, 50)
-    if layout == "channels_last":
-        x = x.contiguous(memory_format=torch.channels_last)
+    x = torch.randn(2, 64, 33, 50).contiguous(memory_format=FORMATS[layout])
     module = randomised(LARGE[name](), 0.05)
     check_module(module, ((x,), {}), device, dtype, factor=factor(name))
-    args, _ = moved(((x,), {}), device, dtype)
-    output = module.to(device, dtype)(*args)
-    assert has_format(output, layout)
+    assert has_format(module.to(device, dtype)(x.to(device, dtype)), layout)
 
 
 @every_variant
@@ -337,29 +288,19 @@ def test_u_and_v_start_as_mmcvs(name, vectors):
         assert 0.95 / 32 < getattr(module, vector).abs().max() <= 1 / 32
 
 
-@pytest.mark.parametrize("name", UNCHANGING)
-def test_the_start_is_the_identity_also_after_a_reset_in_any_order(name):
+@pytest.mark.parametrize("name", [*UNCHANGING, "DeformableConv2d"])
+def test_the_start_is_the_identity_or_a_convolution_also_after_a_reset_in_any_order(name):
     module, (x,) = VARIANTS[name](), inputs(name)[0]
-    assert torch.equal(module(x), x)
-    orders = {"children first": list(module.modules())[::-1], "parents first": list(module.modules())}
-    for order, parts in orders.items():
-        if order == "parents first" and "normalised" in name:
+    start = lambda: F.conv2d(x, module.weight, module.bias, padding=1) if name.startswith("Deform") else x  # noqa: E731
+    torch.testing.assert_close(module(x), start(), rtol=0, atol=0 if name in UNCHANGING else 1e-6)
+    for parts in (list(module.modules())[::-1], list(module.modules())):
+        if parts[0] is module and "normalised" in name:
             continue  # a normalisation would draw its weight again
         spoil(module)
         assert not torch.allclose(module(x), x)
         for part in parts:
             reset(part)
-        assert torch.equal(module(x), x), order
-
-
-@pytest.mark.parametrize("children_first", [True, False])
-def test_reset_in_any_order_is_the_plain_convolution_again(children_first):
-    module, x = MODULES["DeformableConv2d"](), torch.randn(2, 4, 5, 7)
-    spoil(module)
-    parts = list(module.modules())
-    for part in reversed(parts) if children_first else parts:
-        reset(part)
-    torch.testing.assert_close(module(x), F.conv2d(x, module.weight, module.bias, padding=1))
+        torch.testing.assert_close(module(x), start(), rtol=0, atol=0 if name in UNCHANGING else 1e-6)
 
 
 def test_made_without_memory_and_then_drawn():
@@ -382,8 +323,7 @@ def test_factory_arguments_are_keyword_only():
             assert parameters[argument].default is None, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(("device", "dtype"), [("meta", torch.bfloat16), ("cpu", torch.float64)], ids=str)
 def test_parameters_and_buffers_follow(device, dtype):
     for name, make in VARIANTS.items():
         module = make(device=device, dtype=dtype)

@@ -1,15 +1,16 @@
-"""Multi-head spatial attention on sequences: Zhu et al. (2019), Eq. 1 and 2, in plain loops, and padding."""
+"""Multi-head (spatial) attention on sequences: Zhu et al. (2019), Eq. 1 and 2, in plain loops; torch's own module."""
 
 from __future__ import annotations
 
 import itertools
 import math
+from itertools import cycle
 
 import numpy as np
 import pytest
 import torch
 
-from attn_plugins.modules import MultiheadSpatialAttention, SequenceCache
+from attn_plugins.modules import MultiheadAttention, MultiheadSpatialAttention, SequenceCache
 from tests.helpers.module_inputs import drawn
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
@@ -83,22 +84,25 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
     return module.out_proj(torch.from_numpy(output))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attention_range", [-1, 5])
-@pytest.mark.parametrize("bits", BITS)
-def test_equals_the_formula(bits, attention_range, mode):
-    module = build(bits, mode, attention_range=attention_range, scale=0.6)
-    arguments = inputs(mode)
-    torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
+BOTH = zip(BITS, cycle(MODES), cycle([-1, 5, -1, 1]))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("T, S", [(1, 1), (1, 6), (8, 3)])
-@pytest.mark.parametrize("attention_range", [-1, 1, 3, 31])
-def test_any_length(T, S, attention_range, mode):
-    module = build("1111", mode, attention_range=attention_range)
+@pytest.mark.parametrize(
+    ("bits", "mode", "attention_range", "T", "S", "biases"),
+    [
+        *((bits, mode, reach, 5, 7, False) for bits, mode, reach in BOTH),
+        *(("1111", mode, reach, 5, 7, False) for mode in MODES for reach in (-1, 3, 31)),
+        *(("1111", mode, reach, T, S, False) for mode, reach, T, S in (("self", 3, 1, 1), ("cross", -1, 1, 6),
+                                                                       ("cross", 3, 8, 3), ("causal", 1, 8, 8))),
+        *((bits, mode, -1, 5, 7, True) for bits, mode in zip(("1000", "1010", "1100", "1111"), cycle(MODES))),
+    ],
+)  # fmt: skip
+def test_equals_the_formula(bits, mode, attention_range, T, S, biases):
+    module = build(bits, mode, attention_range=attention_range, scale=0.6, query_key_bias=biases)
     arguments = inputs(mode, T, S)
     torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
+    if biases and mode == "causal":
+        torch.testing.assert_close(in_steps(module, *arguments), module(*arguments))
 
 
 def test_value_apart_from_the_key():
@@ -111,57 +115,34 @@ def test_value_apart_from_the_key():
     torch.testing.assert_close(module(query, query, query), module(query))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", ["1000", "1010", "1100", "1111"])
-def test_biases_of_queries_and_keys(bits, mode):
-    module = build(bits, mode, query_key_bias=True)
-    arguments = inputs(mode)
-    torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
-    if mode == "causal":
-        torch.testing.assert_close(in_steps(module, *arguments), module(*arguments))
+BESIDE = [("1111", -1), ("1111", 3), ("1000", 1), ("0110", -1), ("0010", 3), ("0001", -1), ("0101", 5), ("0000", -1)]
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("attention_range", [-1, 3])
-@pytest.mark.parametrize("bits", BITS)
-def test_padding_of_the_source_changes_nothing(bits, attention_range, side):
-    module, arguments = build(bits, "cross", attention_range=attention_range), inputs("cross", B=1)
-    keys = arguments[1]
-    noise = torch.randn(1, 3, keys.shape[2], dtype=torch.float64)
-    padded = torch.cat((noise, keys) if side == "left" else (keys, noise), 1)
-    mask = torch.zeros(1, padded.shape[1], dtype=torch.bool)
-    mask[:, slice(0, 3) if side == "left" else slice(-3, None)] = True
-    torch.testing.assert_close(module(arguments[0], padded, key_padding_mask=mask), module(*arguments))
-    maps = module.attention_maps(arguments[0], padded, key_padding_mask=mask)
-    assert not maps[..., mask[0]].any()
-    torch.testing.assert_close(maps[..., ~mask[0]], module.attention_maps(*arguments))
+@pytest.mark.parametrize(("bits", "attention_range"), BESIDE)
+def test_beside_a_source_padding_changes_nothing_and_steps_are_the_full_pass(bits, attention_range):
+    module, (query, keys) = build(bits, "cross", attention_range=attention_range), inputs("cross", T=8, B=1)
+    noise, full = torch.randn(1, 3, keys.shape[2], dtype=torch.float64), module(query, keys)
+    for padded, side in ((torch.cat((noise, keys), 1), slice(0, 3)), (torch.cat((keys, noise), 1), slice(-3, None))):
+        mask = torch.zeros(1, 10, dtype=torch.bool)
+        mask[:, side] = True
+        torch.testing.assert_close(module(query, padded, key_padding_mask=mask), full)
+        maps = module.attention_maps(query, padded, key_padding_mask=mask)
+        assert not maps[..., mask[0]].any()
+        torch.testing.assert_close(maps[..., ~mask[0]], module.attention_maps(query, keys))
+    torch.testing.assert_close(in_steps(module, query, keys), full)
+    torch.testing.assert_close(in_steps(module, query, keys, sizes=[3, 1, 4]), full)
 
 
-def test_padding_in_the_formula_and_step_by_step():
+def test_padding_in_the_formula():
     module, (x,) = build("1111", "causal"), inputs("causal")
     mask = torch.tensor([[False] * 5, [True, True, False, False, True]])
-    full = module(x, key_padding_mask=mask)
-    torch.testing.assert_close(full, by_loops(module, x, padding=mask))
-    cache = SequenceCache()
-    steps = [module(x[:, t : t + 1], key_padding_mask=mask[:, t : t + 1], cache=cache) for t in range(5)]
-    torch.testing.assert_close(torch.cat(steps, 1), full)
-    cache = SequenceCache()  # pass a mask in some steps only
-    steps = [module(x[:, :2], key_padding_mask=mask[:, :2], cache=cache), module(x[:, 2:4], cache=cache)]
-    torch.testing.assert_close(torch.cat(steps, 1), full[:, :4])
-    module, (x, source) = build("1111", "cross"), inputs("cross", B=1)
-    mask = torch.tensor([[True, True, False, False, True, False, False]])
-    torch.testing.assert_close(
-        module(x, source, key_padding_mask=mask), by_loops(module, x, source, padding=mask, source=2)
-    )
-
-
-def test_only_padding_gives_the_bias():
-    module, arguments = build("1111", "cross"), inputs("cross")
-    mask = torch.tensor([[False] * 7, [True] * 7])
-    assert not module.attention_maps(*arguments, key_padding_mask=mask)[1].any()
-    output = module(*arguments, key_padding_mask=mask)
+    torch.testing.assert_close(module(x, key_padding_mask=mask), by_loops(module, x, padding=mask))
+    module, (x, source) = build("1111", "cross"), inputs("cross")
+    mask = torch.tensor([[True, True, False, False, True, False, False], [True] * 7])
+    output = module(x, source, key_padding_mask=mask)
+    torch.testing.assert_close(output[:1], by_loops(module, x[:1], source[:1], padding=mask, source=2))
+    assert not module.attention_maps(x, source, key_padding_mask=mask)[1].any()
     torch.testing.assert_close(output[1], module.out_proj.bias.expand(5, -1))
-    torch.testing.assert_close(output[0], module(*arguments)[0])
 
 
 def test_state_dict():
@@ -199,15 +180,6 @@ def test_bad_input():
         cross(x, source[:, 1:], cache=cache)
 
 
-@pytest.mark.parametrize("attention_range", [-1, 1, 5])
-@pytest.mark.parametrize("bits", BITS)
-def test_step_by_step_beside_a_source_equals_the_full_pass(bits, attention_range):
-    module, arguments = build(bits, "cross", attention_range=attention_range), inputs("cross", T=8)
-    full = module(*arguments)
-    torch.testing.assert_close(in_steps(module, *arguments), full)
-    torch.testing.assert_close(in_steps(module, *arguments, sizes=[3, 1, 4]), full)
-
-
 def test_a_long_decoding():
     """Decode beyond the table of encodings that the first step creates."""
     module, (x,) = build("0111", "causal"), inputs("causal", T=150, B=1)
@@ -231,3 +203,22 @@ def test_after_a_reorder_of_the_beam(attention_range):
     ours = in_steps(module, rest, *keys, cache=cache, key_padding_mask=mask)
     full = module(torch.cat((x[order, :4], rest), 1), *keys, key_padding_mask=mask)
     torch.testing.assert_close(ours, full[:, 4:])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_multi_head_attention_equals_torchs(causal):
+    module = drawn(MultiheadAttention(6, 3, causal=causal, dtype=torch.float64))
+    own = torch.nn.MultiheadAttention(6, 3, batch_first=True, dtype=torch.float64)
+    own.out_proj.load_state_dict(module.out_proj.state_dict())
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    own.in_proj_weight.data = torch.cat([layer.weight for layer in layers])
+    own.in_proj_bias.data = torch.cat([layer.bias for layer in layers])
+    query, key = torch.randn(2, 5, 6, dtype=torch.float64), torch.randn(2, 5, 6, dtype=torch.float64)
+    given = (query,) if causal else (query, key)
+    mask = torch.tensor([[False] * 3 + [True] * 2, [False] + [True] * 4])
+    future = torch.ones(5, 5, dtype=torch.bool).triu(1) if causal else None
+    expected, weights = own(query, given[-1], given[-1], mask, attn_mask=future, average_attn_weights=False)
+    torch.testing.assert_close(module(*given, key_padding_mask=mask), expected)
+    torch.testing.assert_close(module.attention_maps(*given, key_padding_mask=mask), weights)
+    some = module.attention_maps(*given, key_padding_mask=mask, queries=torch.tensor([3, 1]))
+    torch.testing.assert_close(some, weights[:, :, [3, 1]])

@@ -88,9 +88,7 @@ def by_loops(module, x, grid, P) -> Tensor:
     return torch.stack(outputs)
 
 
-@pytest.mark.sampled(75)
-@pytest.mark.parametrize("P", [0, 1, 3])
-@pytest.mark.parametrize("grid", [EVEN, ODD, (1, 3, 2), (2, 1, 1), (2, 1, 3)])
+@pytest.mark.parametrize(("grid", "P"), [(EVEN, 1), (ODD, 3), ((2, 1, 1), 0), ((2, 1, 3), 1)])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_in_plain_loops(pattern, grid, P):
     module, x = build(pattern), clip(grid, P, B=1)
@@ -100,8 +98,7 @@ def test_patterns_in_plain_loops(pattern, grid, P):
         torch.testing.assert_close(module(x, grid, P), by_loops(module, x, grid, P))
 
 
-@pytest.mark.parametrize("P", [0, 1])
-@pytest.mark.parametrize("pattern", ["divided", "local_global", "axial"])
+@pytest.mark.parametrize(("pattern", "P"), [("divided", 1), ("divided", 0), ("local_global", 0), ("axial", 1)])
 def test_the_start_is_the_last_step_alone(pattern, P):
     module, x = build(pattern, start=True), clip(P=P)
     (last,) = (region for name, region in STEPS[pattern] if not name)
@@ -140,10 +137,7 @@ def test_dropout_in_training_alone():
     expected = module(x, ODD, 1)
     torch.testing.assert_close(expected, build("divided")(x, ODD, 1))
     module.train()
-    torch.manual_seed(0)
-    several = torch.stack([module(x, ODD, 1) for _ in range(3)])
-    assert not torch.allclose(several[0], several[1])
-    assert several.isfinite().all()
+    assert not torch.allclose(module(x, ODD, 1), module(x, ODD, 1))
 
 
 def test_no_pattern_but_joint_makes_all_pairs():

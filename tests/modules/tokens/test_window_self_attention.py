@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 
 import pytest
 import torch
@@ -133,38 +134,23 @@ def loops(module: WindowSelfAttention, x: Tensor) -> Tensor:
     return module.proj(output).roll((sy, sx), (1, 2))
 
 
+POSITIONS = [*(dict(position=kind) for kind in ("table", "relative", "none")), *BILATERAL]
+# Of each kind of position a shifted window with padding, whole windows, and centred ones, also on a smaller map.
+PLACES = [
+    *((options, *case) for case, options in zip(cycle(CASES), [*POSITIONS, *POSITIONS[:6]])),
+    *((options, (5, 4), (3, 3), None) for options in POSITIONS[::2]),
+    *((options, (2, 6), (5, 3), None) for options in POSITIONS[1::2]),
+]
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("position", ["table", "relative", "none"])
 @pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize(("size", "window", "shift"), CASES)
-def test_equals_loops(size, window, shift, version, position):
-    module = layer(window_size=window, shift_size=shift, version=version, position=position)
-    x = tokens(size, B=1)
+@pytest.mark.parametrize(("options", "size", "window", "shift"), PLACES, ids=str)
+def test_equals_loops(options, size, window, shift, version):
+    kind = dict(window="centred") if shift is None else dict(shift_size=shift)
+    module, x = layer(window_size=window, version=version, **kind, **options), tokens(size, B=1)
     tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are in float32
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", BILATERAL, ids=str)
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_bilateral_and_sums_equal_loops(version, options):
-    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
-    for size, window, shift in (CASES[0], CASES[1], CASES[4]):
-        module = layer(window_size=window, shift_size=shift, version=version, **options)
-        x = tokens(size, B=1)
-        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("options", [*(dict(position=p) for p in ("table", "relative", "none")), *BILATERAL], ids=str)
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_centred_windows_equal_loops(version, options):
-    """Includes maps smaller than the window."""
-    tolerance = dict(rtol=1e-4, atol=1e-5) if version == "v2" else {}
-    for size, window in (((5, 4), (3, 3)), ((2, 6), (5, 3))):
-        module = layer(window_size=window, version=version, window="centred", **options)
-        x = tokens(size, B=1)
-        torch.testing.assert_close(module(x), loops(module, x), **tolerance)
 
 
 @torch.no_grad()
@@ -214,30 +200,39 @@ def test_timms_blocks_and_their_gradients(size, window, shift, version):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # timm's coordinates are in float32
 
 
-@pytest.mark.parametrize("window", ["partition", "centred"])
 @pytest.mark.parametrize(
-    "position, more", [("table", "table+bilateral"), ("table", "table+relative"), ("none", "relative")]
+    ("version", "position", "more", "window"),
+    [
+        ("v1", "table", "table+bilateral", "partition"),
+        ("v2", "table", "table+relative", "partition"),
+        ("v1", "none", "relative", "partition"),
+        ("v2", "table", "table+bilateral", "centred"),
+    ],
 )
-@pytest.mark.parametrize("version", ["v1", "v2"])
 def test_what_is_added_starts_as_nothing_and_loads_what_lacks_it(version, position, more, window):
     torch.manual_seed(0)
-    shift = 1 if window == "partition" else 0
-    stock = WindowSelfAttention(C, M, 3, shift, version, position, window=window)
-    ours = WindowSelfAttention(C, M, 3, shift, version, more, window=window)
+    shift = int(window == "partition")
+    stock, ours, again = (
+        WindowSelfAttention(C, M, 3, shift, version, kind, window=window) for kind in (position, more, more)
+    )
     ours.load_state_dict(stock.state_dict(), strict=True)
     x = tokens((5, 7), torch.float32)
     torch.testing.assert_close(ours(x), stock(x))
     ours(x).square().sum().backward()
     assert ours.gate.grad.abs().min() > 0
-    again = WindowSelfAttention(C, M, 3, shift, version, more, window=window)
     again.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(again(x), ours(x))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", ALL, ids=str)
-@pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize("window", ["partition", "centred"])
+@pytest.mark.parametrize(
+    ("window", "version", "options"),
+    [
+        (("partition", "centred")[n % 2], ("v1", "v2")[n // 2 % 2], options)
+        for n, options in enumerate([*ALL, *ALL[:5]])
+    ],
+    ids=str,
+)
 def test_attention_maps_give_the_output(window, version, options):
     """If windows fill the map, the maps give the output; otherwise the weight of the padding is missing."""
     shift = (1, 2) if window == "partition" else 0
@@ -280,9 +275,11 @@ def test_windows_share_masks(monkeypatch):
     assert seen == [(40, (1, M, 9, 9))]
 
 
-@pytest.mark.parametrize("window", ["partition", "centred"])
-@pytest.mark.parametrize("position", ["table", "relative", "bilateral"])
-@pytest.mark.parametrize("version", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("version", "position", "window"),
+    [("v1", "table", "partition"), ("v2", "bilateral", "partition"), ("v2", "table", "centred"),
+     ("v1", "relative", "centred")],
+)  # fmt: skip
 def test_dropout_writes_the_same_weights_out(version, position, window):
     """A dropout probability near 0 drops nothing."""
     shift = int(window == "partition")
@@ -295,17 +292,16 @@ def test_dropout_writes_the_same_weights_out(version, position, window):
     assert not torch.allclose(module(x), expected)
 
 
-SYMBOLIC = [dict(shift_size=1), dict(version="v2"), dict(position="relative"), dict(position="bilateral"),
-            dict(window="centred", position="table+bilateral")]  # fmt: skip
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "backend"),
-    [*(pytest.param(o, "eager", marks=[pytest.mark.slow] if n else []) for n, o in enumerate(SYMBOLIC)),
-     pytest.param({}, "aot_eager", marks=pytest.mark.slow)],
+    [
+        (dict(shift_size=1), "eager"),
+        pytest.param(dict(version="v2", position="relative"), "aot_eager", marks=pytest.mark.slow),
+        pytest.param(dict(window="centred", position="table+bilateral"), "eager", marks=pytest.mark.slow),
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_compile_with_symbolic_sizes(options, backend):
     """One graph serves all maps that are split and padded alike."""
     torch._dynamo.reset()
