@@ -8,7 +8,7 @@ on the border, which no other package defines that way. ``recorded/deform_conv.n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,30 +73,16 @@ def offset_gradient(deform_conv: Callable, modulated_deform_conv: Callable, case
     return torch.autograd.grad(output, offset, grad)[0]
 
 
-def deform_conv2d(
-    input: Tensor, offset: Tensor, weight: Tensor, stride: Any = 1, padding: Any = 0, dilation: Any = 1, *_: Any
-) -> Tensor:
-    """Compute ``mmcv.ops.deform_conv2d`` by torchvision's operator; it reads groups from the shapes."""
-    geometry = (_pair(stride), _pair(padding), _pair(dilation))
-    offset = _OuterSlope.apply(offset, weight.shape[2:], *geometry)
-    return torchvision.ops.deform_conv2d(input, offset, weight, None, *geometry)
-
-
-def modulated_deform_conv2d(
-    input: Tensor,
-    offset: Tensor,
-    mask: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    *_: Any,
-) -> Tensor:
+def modulated_deform_conv2d(input, offset, mask, weight, bias=None, stride=1, padding=0, dilation=1, *_: Any) -> Tensor:
     """Compute ``mmcv.ops.modulated_deform_conv2d`` by torchvision's operator; it reads groups from the shapes."""
     geometry = (_pair(stride), _pair(padding), _pair(dilation))
     offset = _OuterSlope.apply(offset, weight.shape[2:], *geometry)
     return torchvision.ops.deform_conv2d(input, offset, weight, bias, *geometry, mask)
+
+
+def deform_conv2d(input, offset, weight, stride=1, padding=0, dilation=1, *_: Any) -> Tensor:
+    """Compute ``mmcv.ops.deform_conv2d`` in the same way."""
+    return modulated_deform_conv2d(input, offset, None, weight, None, stride, padding, dilation)
 
 
 class _OuterSlope(torch.autograd.Function):
@@ -139,8 +125,5 @@ PEERS = ["torchvision", pytest.param("compiled mmcv", marks=pytest.mark.peers)]
 @contextmanager
 def peer(name: str) -> Iterator[None]:
     """Let mmcv's layers run on one of ``PEERS``."""
-    if name != "torchvision":
-        yield
-        return
-    with by_torchvision():
+    with by_torchvision() if name == "torchvision" else nullcontext():
         yield

@@ -118,12 +118,18 @@ def refusal(arguments, capsys):
 
 def test_a_recipe_determines_the_bytes_and_other_files_are_kept(tmp_path, capsys):
     small = ["--train", "2", "--val", "1"]
-    for folder, seed, state in (("one", 3, "written to"), ("two", 3, "written to"), ("one", 3, "already in")):
+    for folder, seed, state in (
+        ("one", 3, "written to"),
+        ("two", 3, "written to"),
+        ("one", 3, "already in"),
+        ("four", 4, "written to"),
+    ):
         assert tool.main([str(tmp_path / folder), *small, "--seed", str(seed)]) == 0
         said = f"2 training and 1 validation images {state} {tmp_path / folder}"
         assert capsys.readouterr().out.splitlines()[-1] == said
     before = files(tmp_path / "one")
     assert files(tmp_path / "two") == before
+    assert files(tmp_path / "four")["semantic/train/000001.png"] != before["semantic/train/000001.png"]
     assert "holds a set of another recipe" in refusal([str(tmp_path / "one"), *small, "--seed", "4"], capsys)
     assert files(tmp_path / "one") == before
     (tmp_path / "two/recipe.json").unlink()

@@ -34,39 +34,36 @@ ATTENDED = dict(
 )
 
 
-@pytest.mark.parametrize("name", attn_plugins.mmcv.__all__)
-def test_names_are_registered_and_seen_from_mmdet(name):
-    assert MODELS.get(name).__name__ == name
-    assert MMDET_MODELS.get(name) is MODELS.get(name)
-
-
-def test_plugin_layer_has_mmcvs_name_and_our_class():
+def test_names_are_registered_and_seen_from_mmdet():
+    for name in attn_plugins.mmcv.__all__:
+        assert MODELS.get(name).__name__ == name
+        assert MMDET_MODELS.get(name) is MODELS.get(name)
     name, layer = build_plugin_layer(dict(type="GeneralizedAttention2d", num_heads=4), in_channels=16)
     assert name == "gen_attention_block"
     assert isinstance(layer, GeneralizedAttention2d)
-    assert layer.in_channels == 16
-    assert layer.num_heads == 4
+    assert (layer.in_channels, layer.num_heads) == (16, 4)
 
 
-@pytest.mark.parametrize("option", ["offset_groups", "deform_groups"])
-def test_conv_layer_takes_both_names_of_the_offset_groups(option):
-    layer = build_conv_layer({"type": "DeformableConv2d", option: 2}, 8, 6, 3, stride=2, padding=1, bias=False)
-    assert isinstance(layer, modules.DeformableConv2d)
-    assert layer.offset_groups == 2
-    assert layer.bias is None
-    assert layer(torch.randn(1, 8, 9, 13)).shape == (1, 6, 5, 7)
-
-
-def test_both_names_together_are_an_error():
+def test_conv_layers_take_both_names_of_the_offset_groups():
+    for option in ("offset_groups", "deform_groups"):
+        layer = build_conv_layer({"type": "DeformableConv2d", option: 2}, 8, 6, 3, stride=2, padding=1, bias=False)
+        assert isinstance(layer, modules.DeformableConv2d)
+        assert layer.offset_groups == layer.deform_groups == 2
+        assert layer.bias is None
+        assert layer(torch.randn(1, 8, 9, 13)).shape == (1, 6, 5, 7)
     with pytest.raises(ValueError, match="deform_groups=2 and offset_groups=4"):
         build_conv_layer(dict(type="DeformableConv2d", deform_groups=2, offset_groups=4), 8, 8, 3)
 
 
-def test_conv_module_in_one_and_two_dimensions():
-    two = ConvModule(4, 6, 3, padding=1, conv_cfg=dict(type="DeformableConv2d"), norm_cfg=dict(type="BN"))
-    assert two(torch.randn(2, 4, 7, 9)).shape == (2, 6, 7, 9)
+def test_conv_modules():
     one = ConvModule(4, 6, 3, padding=1, conv_cfg=dict(type="DeformableConv1d"))
     assert one(torch.randn(2, 4, 11)).shape == (2, 6, 11)
+    bilateral = dict(type="LocalBilateralConv2d", num_heads=4)
+    module = ConvModule(8, 12, 3, stride=2, padding=1, conv_cfg=bilateral, norm_cfg=dict(type="BN"))
+    module.init_weights()
+    assert isinstance(module.conv, modules.LocalBilateralConv2d)
+    assert module(torch.randn(2, 8, 9, 13)).shape == (2, 12, 5, 7)
+    assert build_conv_layer(dict(type="LocalBilateralConv2d"), 8, 16, 3, padding=1, bias=False).query[0].bias is None
 
 
 def test_every_convolution_of_a_resnet_can_be_ours():
@@ -83,24 +80,31 @@ def test_bad_arguments_surface_with_their_names():
 
 def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
     torch.manual_seed(0)
-    attended, plain = resnet(**ATTENDED), resnet()
+    attended = resnet(**ATTENDED)
     attended.init_weights()  # Kaiming for every Conv2d, including predictors and projections
     for name, parameter in attended.named_parameters():
         if "conv_offset" in name or name.endswith("gamma"):
             assert not parameter.any(), name
         elif "gen_attention_block" in name and not name.endswith("bias"):
             assert parameter.any(), name
+    assert_same_as_plain(attended)
+
+
+def assert_same_as_plain(attended):
+    """Compare with a ResNet-50 with the same weights, without the layers that are ours."""
+    plain = resnet()
     missing, unexpected = plain.load_state_dict(attended.state_dict(), strict=False)
     assert not missing
-    assert all("conv_offset" in name or "gen_attention_block" in name for name in unexpected)
+    assert unexpected
     x = torch.randn(1, 3, 64, 96)
     for block in [*attended.modules(), *plain.modules()]:
         if hasattr(block, "norm3_name"):  # zero-initialised, which would hide the effect of the block
             torch.nn.init.ones_(block.norm3.weight)
     attended.eval()
     plain.eval()
-    for got, expected in zip(attended(x), plain(x)):
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        for got, expected in zip(attended(x), plain(x)):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -131,26 +135,7 @@ def test_plugin_layers_keep_their_own_start_under_any_init_cfg(name, options):
 @pytest.mark.parametrize("name", ["DynamicConv2d", "BilateralNonLocal2d", "BilateralCrissCross2d"])
 def test_plugin_layers_in_a_resnet(name):
     plugin = dict(cfg=dict(type=name, kernel_size=3), stages=(False, False, True, True), position="after_conv2")
-    model, stock = resnet(plugins=[plugin]), resnet()
-    model.eval()
-    stock.eval()
-    missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
-    assert not unexpected
-    assert missing
-    x = torch.randn(1, 3, 64, 96)
-    with torch.no_grad():
-        for attended, plain in zip(model(x), stock(x)):
-            torch.testing.assert_close(attended, plain, rtol=1e-4, atol=1e-4)
-
-
-def test_local_bilateral_attention_in_a_conv_module():
-    module = ConvModule(
-        8, 12, 3, stride=2, padding=1, conv_cfg=dict(type="LocalBilateralConv2d", num_heads=4), norm_cfg=dict(type="BN")
-    )
-    module.init_weights()
-    assert isinstance(module.conv, modules.LocalBilateralConv2d)
-    assert module(torch.randn(2, 8, 9, 13)).shape == (2, 12, 5, 7)
-    assert build_conv_layer(dict(type="LocalBilateralConv2d"), 8, 16, 3, padding=1, bias=False).query[0].bias is None
+    assert_same_as_plain(resnet(plugins=[plugin]))
 
 
 @pytest.mark.parametrize("axes, size", [(1, (5,)), (2, (3, 4)), (3, (2, 3, 4))])
