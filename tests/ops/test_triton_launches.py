@@ -11,7 +11,7 @@ from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
-from tools.bench.idle_device import idle_device
+from tests.helpers.idle_device import idle_device
 
 def drawn(*shape, dtype, shift):
     return torch.randn(shape[:-1] + (shape[-1] + shift,)).to(dtype)[..., shift:]

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import shutil
-import subprocess
-import sys
 import weakref
 from unittest.mock import MagicMock
 
@@ -14,7 +11,7 @@ import pytest
 import torch
 
 from attn_plugins import mmcv_ext, modules, ops
-from tools.bench import against, cases, compiled_mmcv, load, memory, report, results, timing, worker
+from tools.bench import cases, compiled_mmcv, load, memory, report, results, timing, worker
 from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
@@ -155,15 +152,6 @@ def test_differences_are_relative():
     assert difference((torch.tensor([3.0, 8.0]), None), (torch.tensor([0.0, 4.0]), None)) == pytest.approx(5 / 4)
 
 
-def test_rows_have_their_own_threads():
-    seen = []
-    before = torch.get_num_threads()
-    case = Case("c", lambda: lambda: seen.append(torch.get_num_threads()), threads=1)
-    assert measure(case, "cpu", Settings(seconds=0, min_rounds=1))["threads"] == 1
-    assert set(seen) == {1}
-    assert torch.get_num_threads() == before
-
-
 def test_memory_beyond_the_results_is_compared_with_a_buffer():
     def inputs(dtype):
         return torch.randn(2, 1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
@@ -248,22 +236,6 @@ def test_every_operator_and_module_has_a_row():
     public = [getattr(modules, name) for name in modules.__all__]
     wanted = {kind.__name__ for kind in public if isinstance(kind, type) and issubclass(kind, torch.nn.Module)}
     assert {name.split(",")[0] for name in MODULES} == wanted
-
-
-@pytest.mark.slow
-def test_host_time_is_measured_without_a_device(python):
-    pytest.importorskip("triton")
-    pytest.importorskip("timm")
-    code = (
-        "from tools.bench.cases import host; from tools.bench.measure import backends_of, measure; host.CALLS = 2\n"
-        "from tools.bench.timing import Settings\n"
-        "for case in host.cases('cpu')[::5]:\n"
-        "    row = measure(case, 'cpu', Settings(0, min_rounds=1))\n"
-        "    print(case.name, row['ratio'] > 0, sorted(row['peers']))\n"
-    )
-    lines = python(code, TRITON_INTERPRET="0", PYTHONPATH=str(worker.ROOT)).stdout.splitlines()
-    assert lines[0] == "sequence_attention, content, 1 thread, forward True ['SDPA', \"Triton's route\"]"
-    assert len(lines) == 4
 
 
 # --- the command --------------------------------------------------------------------------------------------------
@@ -364,39 +336,12 @@ def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path):
         (["--seconds", "-1"], "seconds must not be negative, got -1"),
         (["-k", "1-D (8"], "missing ), unterminated subpattern"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
-        (["--against", "nowhere"], "must be a checkout of this project, got nowhere"),
-        (["--against", "{empty}"], "its operators are not built there"),
     ],
 )
-def test_bad_options_are_one_error(arguments, message, capsys, tmp_path):
-    (tmp_path / "plugins").mkdir()
-    (tmp_path / "plugins" / "__init__.py").touch()
+def test_bad_options_are_one_error(arguments, message, capsys):
     with pytest.raises(SystemExit):
-        main([argument.format(empty=tmp_path) for argument in arguments])
+        main(arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_comparison_with_another_checkout(tmp_path):
-    """The other checkout is a copy of this one."""
-    shutil.copytree(worker.ROOT / "plugins", tmp_path / "plugins", ignore=shutil.ignore_patterns("__pycache__"))
-    if not list((tmp_path / "plugins").glob("_C.*")):
-        (tmp_path / "plugins" / "_C.none").touch()  # only the reference is installed
-    code = "import sys; from tools.bench import against, __main__; against.PROCESSES = 1; sys.exit(__main__.main())"
-    options = ["--against", str(tmp_path), "calls", "-k", "window_attention", *QUICK]
-    done = subprocess.run([sys.executable, "-c", code, *options], cwd=worker.ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| calls: window_attention")]
-    assert len(rows) == 2
-    assert all(" → " in row for row in rows)
-
-
-def test_what_another_checkout_lacks_is_reported():
-    fast, slow = {"ours": {"times": [1.0, 1.0]}}, {"ours": {"times": [2.0, 2.0]}}
-    lines = against.table([{"a": fast, "b": {"error": "ImportError: x"}}], [{"a": slow, "b": fast, "c": fast}])
-    assert lines[2] == "| a | 1000 → 2000 | 1000 → 2000 | 2.00 |  |"
-    assert lines[3].endswith("before: ImportError: x |")
-    assert lines[4].endswith("before: no such row |")
 
 
 # --- whole models -------------------------------------------------------------------------------------------------

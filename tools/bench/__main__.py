@@ -5,7 +5,6 @@ python -m tools.bench deform_conv             # one of them
 python -m tools.bench deform_conv -k 1-D      # only rows whose names match a regular expression; nothing is written
 python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and drop-in (30 minutes)
 python -m tools.bench --device cuda --name gpu --minutes 8 --resume   # on a GPU, in pieces: one file of all rows
-python -m tools.bench --against CHECKOUT      # only our rows, here and in another, built checkout of this project
 python -m tools.bench table                   # write README's and the site's tables, and pages, from the JSON files
 
 Run it on an idle machine: it waits until other processes end, and pages show their load. Every row is appended to
@@ -61,7 +60,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, help="start no row after this time")
     parser.add_argument("--row-seconds", type=float, help="abandon a row after this time (900, on CUDA 120)")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="first run all rows once in N processes")
-    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="compare with another checkout; no peers")
     return parser
 
 
@@ -103,10 +101,6 @@ def main(arguments: list[str] | None = None) -> int:
         row_seconds=options.row_seconds or ROW_SECONDS[options.device],
         settings=vars(settings),
     )
-    if options.against is not None:
-        from . import against
-
-        return against.compare(parser, options, job)
     files = [(options.name, options.names)] if options.name else [(f"{n}-{options.device}", [n]) for n in options.names]
     status = 0
     for file, names in files:

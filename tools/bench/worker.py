@@ -44,7 +44,6 @@ class Job:
     every: bool = False  # all rows on CUDA, not the main ones
     threads: int = 1
     details: bool = False  # as for measure
-    alone: bool = False  # our times only: no peers, and the package that was measured
     until: float = float("inf")  # time of the system's clock after which no further row starts
     row_seconds: float = 900.0  # after which a row is abandoned and the process ends
     settings: dict[str, Any] = field(default_factory=dict)  # of timing.Settings
@@ -118,8 +117,6 @@ def work(job: Job) -> None:
         if time.time() > job.until:
             write(over=True)
             return
-        if job.alone:
-            case.peers = {}
         write(start=key)
         faulthandler.dump_traceback_later(job.row_seconds, exit=True)
         try:
@@ -155,26 +152,23 @@ def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, be
 
 def main() -> None:
     """Run the job that the first argument describes in JSON."""
-    import attn_plugins
     from attn_plugins.autoload import stand_in_for_mmcv_ext
 
     stand_in_for_mmcv_ext()  # mmcv's Python code may be here without its binary
     job = Job(**json.loads(sys.argv[1]))
-    if job.alone:
-        append(Path(job.record), {"package": str(Path(attn_plugins.__file__ or "").resolve().parent)})
     work(job)
 
 
 # --- the process that starts them -------------------------------------------------------------------------------------
 
 
-def start(job: Job, environment: Mapping[str, str] | None = None) -> tuple[int, str]:
+def start(job: Job) -> tuple[int, str]:
     """Run one worker; return its exit status and the last line of its errors."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryFile("w+") as errors:
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", WORK, json.dumps(asdict(job))],
-            env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+            env={**os.environ, "PYTHONPATH": path},
             stderr=errors,
         )
         errors.seek(0)
@@ -185,7 +179,7 @@ def start(job: Job, environment: Mapping[str, str] | None = None) -> tuple[int, 
     return done.returncode, f"its process ended with status {done.returncode}: {last[:200]}"
 
 
-def measured(job: Job, environment: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+def measured(job: Job) -> list[dict[str, Any]]:
     """Measure until all rows are there or the time is over, and return the lines of the record.
 
     A contestant that ends a process is left out when its row is measured again.
@@ -195,7 +189,7 @@ def measured(job: Job, environment: Mapping[str, str] | None = None) -> list[dic
     """
     record = Path(job.record)
     for _ in range(STARTS):
-        status, reason = start(job, environment)
+        status, reason = start(job)
         if status == 0:
             break
         lines = read(record)

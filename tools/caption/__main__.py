@@ -19,7 +19,7 @@ COMMANDS = {
     "splits": "divide a captioned set into train, val and test",
     "extract": "extract region features of a folder of pictures",
     "caption": "caption pictures",
-    "score": "score captions: BLEU, METEOR, ROUGE-L, CIDEr-D, SPICE",
+    "score": "score captions: BLEU, ROUGE-L, CIDEr-D",
 }
 
 

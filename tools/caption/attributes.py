@@ -101,8 +101,6 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     missing = [key for key in ("model", "size", "words") if key not in metadata]
     if missing:
         raise ValueError(f"{path} holds no attribute detector: its metadata lack {', '.join(missing)}")
-    if json.loads(metadata.get("output_stride", "null")) or json.loads(metadata.get("fc7", "false")):
-        raise ValueError(f"{path} is of --output-stride or --fc7, which no longer exist: train the detector again")
     backbone = TimmBackbone(metadata["model"], tuple(json.loads(metadata["size"])))
     detector = AttributeDetector(backbone, json.loads(metadata["words"]))
     try:

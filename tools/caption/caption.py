@@ -8,8 +8,7 @@ r"""Caption pictures by checkpoints of fairseq's task ``captioning``, with fairs
 ``--path`` names a checkpoint, or several separated by colons, whose word probabilities are averaged (late fusion, the
 thesis' ETA_fuse). Regions are extracted by the options stored in the data folder's ``regions.npz``, attributes by
 ``--detector`` (trained by ``tools.train attributes``). Models of regions alone (``--fusion visual``,
-``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it, or with ``--captions`` for those
-that COCO's file lists (``images``; captions are not read), under their ids there.
+``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it.
 
 OUT gets ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, COCO's format of results.
 
@@ -23,7 +22,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -162,29 +160,25 @@ class Captioner:
         return dictionary.string(best["tokens"].int().cpu())
 
 
-def pictures_of(given: Sequence[Path], captions: Path | None = None) -> list[ListedImage]:
-    """Return the pictures, including those of folders; without ``captions`` their ids are their unique names.
+def pictures_of(given: Sequence[Path]) -> list[ListedImage]:
+    """Return the pictures, including those of folders; their ids are their names without suffix.
 
     Raises:
-        ValueError: a folder has no pictures, or ``captions``, COCO's list of a folder, goes with something else.
+        ValueError: a folder has no pictures, or two pictures have the same name.
     """
-    if captions is not None:
-        if len(given) != 1:
-            raise ValueError(f"--captions needs one folder of pictures, got {len(given)} arguments")
-        return listed_images(given[0], captions)
-    paths = [path for one in given for path in ([i.path for i in listed_images(one)] if one.is_dir() else [one])]
-    names: dict[str, Path] = {}
-    for path in dict.fromkeys(paths):
-        others = (f"{path.stem}-{number}" for number in count(2))
-        names[next(name for name in chain([path.stem], others) if name not in names)] = path
-    return [ListedImage(name, path) for name, path in names.items()]
+    images: dict[str, ListedImage] = {}
+    for path in given:
+        for image in listed_images(path) if path.is_dir() else [ListedImage(path.stem, path)]:
+            if images.setdefault(str(image.id), image).path != image.path:
+                raise ValueError(f"{images[str(image.id)].path} and {image.path} have the same name")
+    return list(images.values())
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     for noisy in ("fairseq", "attn_plugins.fairseq"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    pictures = pictures_of(options.images, options.captions)
+    pictures = pictures_of(options.images)
     captioner = Captioner(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     rows = []
     for image in pictures:
@@ -211,8 +205,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
     text = "attribute detector: best.safetensors of tools.train attributes"
     option("--detector", type=Path, metavar="FILE", help=text)
-    text = "COCO's list of the folder's pictures, such as image_info_test2014.json: their ids in OUT"
-    option("--captions", type=Path, metavar="JSON", help=text)
     option("--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one of the training")
     option("--out", type=Path, default=Path("work_dirs/captions.json"), metavar="JSON", help="default %(default)s")
     option("--beam", type=int, default=3, help="default %(default)s")

@@ -16,8 +16,8 @@ the classifier (``--feature map``: the mean of the RoI-aligned map).
 
 Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures listed
 there are read; without both, all pictures of the folder are read, and the ids are the file names without suffix. With
-both, ``--captions`` provides file names that are missing in ``--splits``. Pictures that are missing or broken, or that
-fail in the network, are listed with the reason and left out.
+both, ``--captions`` provides file names that are missing in ``--splits``. Pictures that are missing or broken are
+listed with the reason and left out.
 
 OUT also holds the options, by which ``tools.caption caption`` computes the regions of new pictures.
 
@@ -127,61 +127,26 @@ class Prepared(Dataset):
             return image, self.extractor.prepare(open_picture(image.path)), None
         except BadPicture as error:
             return image, None, f"cannot be read as a picture: {error.__cause__}"
-        except Exception as error:  # affects one picture: continue with the others
-            return image, None, f"{type(error).__name__}: {error}"
 
 
-class Extraction:
-    """Iterator over ids and regions of pictures, which lists the pictures that it leaves out in ``skipped``."""
-
-    def __init__(self, images: Sequence[ListedImage], extractor: Extractor, options: argparse.Namespace) -> None:
-        self.images, self.extractor, self.options, self.skipped = images, extractor, options, list[str]()
-
-    def __iter__(self) -> Iterator[tuple[ImageId, Regions]]:
-        loaded = Prepared(self.images, self.extractor)
-        loader: Any = DataLoader(loaded, self.options.batch_size, num_workers=self.options.workers, collate_fn=list)
-        with tqdm(total=len(self.images), unit="image", miniters=max(1, len(self.images) // 1000)) as progress:
-            for batch in loader:
-                for image, _, reason in batch:
-                    if reason is not None:
-                        self.skip(image, reason)
-                for image, regions in self.extract([(image, x) for image, x, reason in batch if reason is None]):
-                    try:
-                        yield image.id, stored(regions, np.dtype(self.options.dtype))
-                    except ValueError as error:
-                        self.skip(image, str(error))
-                progress.update(len(batch))
-
-    def skip(self, image: ListedImage, reason: str) -> None:
-        """Report a picture that is left out."""
-        self.skipped.append(f"{image.path} (image {image.id}): {reason}")
-        tqdm.write(f"skipped {self.skipped[-1]}", file=sys.stderr)
-
-    def extract(self, batch: list[tuple[ListedImage, Any]]) -> Iterator[tuple[ListedImage, Regions]]:
-        """Yield the regions of a batch; if it fails, of its pictures one by one."""
-        if not batch:
-            return
-        try:
-            regions = self.extractor([prepared for _, prepared in batch])
-        except torch.cuda.OutOfMemoryError as error:
-            raise ValueError(f"{error}; a smaller --batch-size needs less") from error
-        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-            if len(batch) > 1:
-                for one in batch:
-                    yield from self.extract([one])
-            elif not self.works():
-                raise
-            else:
-                self.skip(batch[0][0], f"{type(error).__name__}: {error}")
-            return
-        yield from zip((image for image, _ in batch), regions)
-
-    def works(self) -> bool:
-        """Return whether the network finds regions in a plain picture; if not, the pictures are not at fault."""
-        try:
-            return len(self.extractor([self.extractor.prepare(Image.new("RGB", (64, 64), "grey"))])) == 1
-        except Exception:
-            return False
+def extracted(
+    images: Sequence[ListedImage], extractor: Extractor, options: argparse.Namespace, skipped: list[str]
+) -> Iterator[tuple[ImageId, Regions]]:
+    """Yield ids and regions of pictures; report those that are left out, and add them to ``skipped``."""
+    loader: Any = DataLoader(
+        Prepared(images, extractor), options.batch_size, num_workers=options.workers, collate_fn=list
+    )
+    for batch in tqdm(loader, unit="batch"):
+        good = [(image, prepared) for image, prepared, reason in batch if reason is None]
+        reasons = [(image, reason) for image, _, reason in batch if reason is not None]
+        for (image, _), regions in zip(good, extractor([prepared for _, prepared in good]) if good else ()):
+            try:
+                yield image.id, stored(regions, np.dtype(options.dtype))
+            except ValueError as error:
+                reasons.append((image, str(error)))
+        for image, reason in reasons:
+            skipped.append(f"{image.path} (image {image.id}): {reason}")
+            tqdm.write(f"skipped {skipped[-1]}", file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -196,13 +161,13 @@ def run(options: argparse.Namespace) -> int:
     recipe = dict(tool=TOOL, options=chosen)
     if path:
         chosen["checkpoint"], recipe["sha256"] = str(path.resolve()), sha256_of(path)
-    extraction = Extraction(images, extractor, options)
-    write_region_features(options.out, extraction, options.dtype, recipe)
+    skipped: list[str] = []
+    write_region_features(options.out, extracted(images, extractor, options, skipped), options.dtype, recipe)
     features = RegionFeatures(options.out)
     print(f"{options.out}: {len(features)} images with regions of {features.feature_dim} channels")
-    if extraction.skipped:
-        print(f"{len(extraction.skipped)} of {len(images)} pictures were skipped", file=sys.stderr)
-    return 1 if extraction.skipped else 0
+    if skipped:
+        print(f"{len(skipped)} of {len(images)} pictures were skipped", file=sys.stderr)
+    return 1 if skipped else 0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-r"""Score captions: BLEU-1 to 4, METEOR, ROUGE-L, CIDEr-D and SPICE, with the standard evaluation package.
+r"""Score captions: BLEU-1 to 4, ROUGE-L and CIDEr-D, with the standard evaluation package.
 
 ::
 
@@ -13,17 +13,16 @@ other results are ignored; without it all images of CAPTIONS are scored. Every s
 The table shows hundredths, as papers do; the JSON file holds fractions (CIDEr-D: 0 to 10), what was left out and why,
 and the tokeniser. Sentences are tokenised by the package's PTBTokenizer if Java is available; otherwise in lower case,
 at white space, without punctuation at the ends of words, and the output says so: such scores differ slightly from
-published ones. A score that is undefined, or whose Java part or model is missing, is left out, with the reason.
+published ones. A score that is undefined is left out, with the reason. ``pycocoevalcap.eval.COCOEvalCap`` has METEOR
+and SPICE, which run Java.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import json
-import math
 import shutil
 import string
 import sys
@@ -31,7 +30,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from attn_plugins.captioning.caption_files import ImageId, has_characters, read_items, words_of
 from attn_plugins.captioning.caption_rewards import DocumentFrequencies
@@ -40,15 +38,7 @@ from tools.caption.lists import read_captions, read_splits, some
 
 PACKAGE = "pycocoevalcap"
 PTB, PLAIN = "PTBTokenizer", "plain"
-SPICE_MODEL = "spice/lib/stanford-corenlp-3.6.0-models.jar"
-SCORES = {  # names, and the package's class
-    ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"): "Bleu",
-    ("METEOR",): "Meteor",
-    ("ROUGE-L",): "Rouge",
-    ("CIDEr-D",): "Cider",
-    ("SPICE",): "Spice",
-}
-JAVA = ("Meteor", "Spice")
+SCORES = {"Bleu": ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"), "Rouge": ("ROUGE-L",), "Cider": ("CIDEr-D",)}  # by class
 Tokens = Mapping[ImageId, list[str]]  # sentences of each image, with words separated by single spaces
 
 
@@ -58,7 +48,7 @@ class Report:
 
     images: int  # number of scored images
     scores: dict[str, float] = field(default_factory=dict)  # by name, as fractions (CIDEr-D: 0 to 10)
-    left_out: dict[str, str] = field(default_factory=dict)  # reasons by the name of scores that could not be computed
+    left_out: dict[str, str] = field(default_factory=dict)  # reasons by the name of undefined scores
     tokenizer: str = PTB  # the standard one, or 'plain'
     tokenizer_note: str = ""  # why the plain one was used
 
@@ -99,45 +89,12 @@ def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
     return [{image: [plain_words(s) for s in own] for image, own in sentences.items()} for sentences in sets], note
 
 
-def _meteor(meteor: Any, references: Tokens, results: Tokens) -> float:
-    # Its own protocol separates sentences by "|||".
-    free = ({i: [s.replace("|||", " ") for s in own] for i, own in part.items()} for part in (references, results))
-    try:
-        return meteor.compute_score(*free)[0]
-    except (OSError, ValueError) as error:  # Java has ended: remove what the scorer's clean-up would wait for
-        if meteor.lock.locked():
-            meteor.lock.release()
-        meteor.meteor_p.kill()
-        said = meteor.meteor_p.stderr.read().decode(errors="replace").strip().splitlines()
-        with contextlib.suppress(OSError):
-            meteor.meteor_p.stdin.close()
-        raise RuntimeError(said[-1] if said else str(error)) from error
-
-
 def _values(name: str, references: Tokens, results: Tokens) -> list[float]:
-    """Return the scores of one of the package's classes; raise a RuntimeError if its Java part gives none."""
+    """Return the scores of one of the package's classes."""
     scorer = getattr(importlib.import_module(f"{PACKAGE}.{name.lower()}.{name.lower()}"), name)
     if name == "Bleu":
         return scorer(4).compute_score(references, results, verbose=0)[0]
-    if name not in JAVA:
-        return [scorer().compute_score(references, results)[0]]
-    folder = Path(importlib.import_module(PACKAGE).__path__[0])
-    if shutil.which("java") is None:
-        raise RuntimeError("there is no java on the PATH")
-    if name == "Spice" and not (folder / SPICE_MODEL).is_file():  # the class would download it
-        download = f"python -m {PACKAGE}.spice.get_stanford_models downloads Stanford's models"
-        raise RuntimeError(f"{folder / SPICE_MODEL} is missing; {download}")
-    try:
-        score = (
-            _meteor(scorer(), references, results)
-            if name == "Meteor"
-            else scorer().compute_score(references, results)[0]
-        )
-    except Exception as error:
-        raise RuntimeError(f"its Java part failed: {error}") from error
-    if not math.isfinite(score):
-        raise RuntimeError("its Java part returned no number")
-    return [score]
+    return [scorer().compute_score(references, results)[0]]
 
 
 def _undefined(name: str, references: Tokens, results: Tokens) -> str:
@@ -165,13 +122,8 @@ def evaluate(results: Mapping[ImageId, str], references: Mapping[ImageId, Sequen
             if not all(own):
                 raise ValueError(f"image {image}: the {what} {before[image][own.index('')]!r} holds no word")
     report = Report(len(truth), tokenizer=PLAIN if note else PTB, tokenizer_note=note)
-    for names, scorer in SCORES.items():
-        try:
-            values = _values(scorer, truth, captions)
-        except RuntimeError as error:
-            report.left_out[names[0]] = str(error)
-            continue
-        for name, value in zip(names, values):
+    for scorer, names in SCORES.items():
+        for name, value in zip(names, _values(scorer, truth, captions)):
             if reason := _undefined(name, truth, captions):
                 report.left_out[name] = f"it is undefined: {reason}"
             else:

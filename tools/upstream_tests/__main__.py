@@ -1,6 +1,6 @@
 """Run other projects' test suites on this package's classes, from their sources.
 
-python -m tools.upstream_tests --mmdet PATH --timm PATH --natten PATH   # any of them; make test-upstream MMDET=PATH TIMM=PATH
+python -m tools.upstream_tests --mmdet PATH --timm PATH --natten PATH   # any of them: make test-upstream
 
 * mmdet: its tests of models, with our drop-in imported first (they need the package parameterized).
 * timm: ``tests/test_models.py`` on the names that we register, and on stock models with our layers.
@@ -167,9 +167,10 @@ def _version(root: Path, name: str) -> str:
 
 def _page(lines: Sequence[str], notes: Sequence[str], sources: dict[str, Path]) -> str:
     stated = ", ".join(f"{name} {_version(path, name)}" for name, path in sources.items())
+    given = " ".join(f"{name.upper()}=path" for name in sources)
     return "\n".join([
         "# Other projects' tests on our classes", "",
-        f"`make test-upstream {' '.join(f'{name.upper()}=path' for name in sources)}`, with the sources of {stated}.", "",
+        f"`make test-upstream {given}`, with the sources of {stated}.", "",
         ", ".join(f"{name} {value}" for name, value in machine(PACKAGES, 1).items()), "",
         "| suite | passed | failed | without us as well | explained below | ours | skipped |",
         "| --- | --- | --- | --- | --- | --- | --- |", *lines, "",

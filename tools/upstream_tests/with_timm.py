@@ -1,7 +1,8 @@
 """pytest plug-in for timm's ``tests/test_models.py``: keeps the tests of our models, or of stock ones with our layers.
 
-``UPSTREAM_TESTS=names`` keeps the tests of the names that we register. ``UPSTREAM_TESTS=layers`` keeps those of ``STOCK`` and
-lets ``timm.create_model`` replace their attention by ours; ``UPSTREAM_TESTS=stock`` keeps these and replaces nothing.
+``UPSTREAM_TESTS=names`` keeps the tests of the names that we register. ``UPSTREAM_TESTS=layers`` keeps those of
+``STOCK`` and lets ``timm.create_model`` replace their attention by ours; ``UPSTREAM_TESTS=stock`` keeps these and
+replaces nothing.
 """
 
 from __future__ import annotations

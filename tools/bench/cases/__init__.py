@@ -11,7 +11,7 @@ NAMES = (
     "sequence_attention", "vision_transformers", "halves", "calls",
 )  # fmt: skip
 # Measured when named, and in part longer.
-MORE = ("modules", "mmcv_ext", "host", "space_time", "end_to_end", "copies")
+MORE = ("modules", "mmcv_ext", "space_time", "end_to_end", "copies")
 
 
 def cases(name: str, device: str) -> list[Case]:

@@ -1,4 +1,4 @@
-"""A device of Triton that launches nothing, to test and measure what the host does before a launch, without a GPU.
+"""A device of Triton that launches nothing, to test what the host does before a launch, without a GPU.
 
 Triton's binder, cache and launch code run as they are. What it would compile is replaced by its key, a launch by a call
 of a function, and tensors of the CPU, of which Triton reads only dtype and address, pass for those of a GPU.
