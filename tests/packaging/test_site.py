@@ -50,7 +50,7 @@ def test_pages_with_code_are_found():
     assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
 
 
-SLOW = ("export", "faster", "pictures", "timm")  # others show the same, or they run large models
+SLOW = ("export", "faster", "new-module", "pictures", "timm")  # others show the same, or they run large models
 CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 
 
