@@ -66,8 +66,10 @@ def paper_attention(x, layer):
     return out @ numpy_of(layer.proj.weight)[:, :, 0, 0].T, weights
 
 
-@pytest.mark.parametrize("size", [(5, 7), (6, 6), (1, 4), (3, 1), (1, 1)])
-@pytest.mark.parametrize("position", ["relative", "none"])
+@pytest.mark.parametrize(
+    ("position", "size"),
+    [("relative", (5, 7)), ("relative", (1, 4)), ("relative", (3, 1)), ("none", (5, 7)), ("none", (1, 1))],
+)
 def test_it_is_the_papers_algorithm(size, position):
     layer = make(size=size, position=position)
     x = torch.randn(2, 16, *size, dtype=torch.float64)
@@ -106,37 +108,34 @@ def test_sines_are_added():
                     encoded[0, c + n, i, j] += math.sin(angle)
                     encoded[0, c + 4 + n, i, j] += math.cos(angle)
     attended, _ = paper_attention(numpy_of(encoded.permute(0, 2, 3, 1)), layer)
-    torch.testing.assert_close(
-        layer(x)[:, 24:], torch.from_numpy(attended).permute(0, 3, 1, 2), rtol=1e-6, atol=1e-6
-    )  # sines are in float32
+    expected = torch.from_numpy(attended).permute(0, 3, 1, 2)
+    torch.testing.assert_close(layer(x)[:, 24:], expected, rtol=1e-6, atol=1e-6)  # sines are in float32
 
 
 # --- strides, pooling, sizes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stride", [1, 2, 3])
-@pytest.mark.parametrize("pool", [False, True])
-@pytest.mark.parametrize("size", [(8, 11), (7, 4), (1, 5)])
+@pytest.mark.parametrize(
+    ("stride", "pool", "size"),
+    [
+        (1, True, (8, 11)),
+        (2, False, (7, 4)),
+        (2, True, (8, 11)),
+        (3, True, (7, 4)),
+        (3, False, (8, 11)),
+        (2, True, (1, 5)),
+    ],
+)
 def test_strides_and_pooling(stride, pool, size):
     layer = make(stride=stride, pool=pool, size=(8, 11))
     x = torch.randn(2, 16, *size, dtype=torch.float64)
 
     def averaged(t, step):
         """Average windows of 2 * step - 1 pixels around every step-th pixel, ignoring pixels outside the map."""
-        H, W, r = t.shape[2], t.shape[3], step - 1
-        return torch.stack(
-            [
-                torch.stack(
-                    [
-                        t[:, :, max(0, i - r) : i + r + 1, max(0, j - r) : j + r + 1].mean((2, 3))
-                        for j in range(0, W, step)
-                    ],
-                    -1,
-                )
-                for i in range(0, H, step)
-            ],
-            -2,
-        )
+        r, (rows, columns) = step - 1, (range(0, n, step) for n in t.shape[2:])
+        means = [t[:, :, max(0, i - r) : i + r + 1, max(0, j - r) : j + r + 1].mean((2, 3))
+                 for i in rows for j in columns]  # fmt: skip
+        return torch.stack(means, -1).unflatten(2, (len(rows), len(columns)))
 
     source = averaged(x, stride)
     output = tuple(source.shape[2:])
@@ -155,23 +154,6 @@ def test_strides_and_pooling(stride, pool, size):
     torch.testing.assert_close(result[:, :24], layer.conv(x))
 
 
-def test_tables_of_another_size():
-    table = torch.randn(9, 3, dtype=torch.float64)
-    assert resize_table(table, 5) is table
-    longer, shorter = resize_table(table, 9), resize_table(table, 3)
-    assert longer.shape == (17, 3)
-    torch.testing.assert_close(longer[::2], table)  # twice as many offsets: every second one is unchanged
-    torch.testing.assert_close(longer[1::2], (table[1:] + table[:-1]) / 2)
-    torch.testing.assert_close(shorter, table[::2])
-    torch.testing.assert_close(resize_table(table, 1), table[4:5])
-    assert resize_table(table[:1], 3).shape == (5, 3)
-
-    fixed = make(resize_tables=False)
-    fixed(torch.randn(1, 16, 5, 7, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"attends on a \(6, 7\) map, but the relative tables are made for \(5, 7\)"):
-        fixed(torch.randn(1, 16, 6, 7, dtype=torch.float64))
-
-
 def test_the_extremes_are_a_convolution_and_attention_alone():
     plain = make(dv=0, dk=0)
     x = torch.randn(2, 16, 5, 7, dtype=torch.float64)
@@ -187,18 +169,12 @@ def test_the_extremes_are_a_convolution_and_attention_alone():
 # --- the paper's arithmetic -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kappa, nu", [(0.25, 0.25), (0.5, 0.25), (1.0, 1.0)])
-@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize(("kappa", "nu", "k"), [(0.25, 0.25, 3), (0.5, 0.25, 1), (1.0, 1.0, 3)])
 def test_parameters_change_by_equation_5(kappa, nu, k):
     F_in, F_out = 48, 64
     layer = AAConv2d.from_ratios(F_in, F_out, k, kappa, nu, 8, 0, position="none")
     change = sum(p.numel() for p in layer.parameters()) - F_in * F_out * k * k
     assert change == F_in * F_out * (2 * kappa + (1 - k * k) * nu + F_out / F_in * nu**2)
-
-
-def test_tables_have_the_parameters_of_section_3_1():
-    layer = make(size=(6, 9))
-    assert layer.height_rel.numel() + layer.width_rel.numel() == (2 * (6 + 9) - 2) * 24 // 4
 
 
 def test_ratios():
@@ -218,14 +194,6 @@ def test_no_map_of_all_pairs_is_stored():
         layer(x).sum().backward()
     largest = max(e.nbytes() for e in profile.profiler.kineto_results.events() if e.name() == "[memory]")
     assert largest < 64 * 2**20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("position", ["relative", "coordconv"])
-def test_compiled_to_machine_code(position):
-    layer = make(position=position, stride=2, pool=True, size=(8, 10), dtype=torch.float32).eval()
-    x = torch.randn(2, 16, 8, 10)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-5)
 
 
 # --- bad input --------------------------------------------------------------------------------------------------

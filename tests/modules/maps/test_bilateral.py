@@ -15,8 +15,6 @@ from attn_plugins.modules.maps import bilateral as bilateral_module
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
 from tests.helpers.module_inputs import OUTSIDE, drawn
 
-MODULES = [BilateralNonLocal2d, BilateralCrissCross2d]
-
 
 def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
     torch.manual_seed(0)
@@ -64,9 +62,11 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
     return image + (module.gamma.scale * attended if cross else module.conv_out(attended))
 
 
-@pytest.mark.parametrize("outside, smoothing", OUTSIDE)
-@pytest.mark.parametrize("kind", MODULES)
-@pytest.mark.parametrize("kernel_size", [3, (5, 1), 15])
+@pytest.mark.parametrize(("outside", "smoothing"), OUTSIDE)
+@pytest.mark.parametrize(
+    ("kind", "kernel_size"),
+    [(BilateralNonLocal2d, 3), (BilateralNonLocal2d, (5, 1)), (BilateralCrissCross2d, 3), (BilateralCrissCross2d, 15)],
+)
 def test_equals_the_formula(kind, outside, smoothing, kernel_size):
     module = build(kind, outside=outside, smoothing=smoothing, kernel_size=kernel_size)
     image = torch.randn(1, 6, 4, 5, dtype=torch.float64)
@@ -85,26 +85,20 @@ def test_chunks_change_nothing(rows, monkeypatch):
         torch.testing.assert_close(parts, whole)
 
 
-def test_a_criss_cross_checkpoint_of_mmcv_loads():
-    ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
-    theirs = ops.CrissCrossAttention(16)
-    ours = BilateralCrissCross2d(16, content_scale=1.0, outside="zero", smoothing="sqrt_d")
-    drawn(theirs, 0.3)
-    missing, unexpected = ours.load_state_dict(theirs.state_dict(), strict=False)
+@pytest.mark.parametrize("cross", [False, True])
+def test_a_checkpoint_of_mmcv_gives_its_results(cross):
+    """Without position logits, the layers are criss-cross and non-local attention."""
+    options = dict(outside="zero", smoothing="sqrt_d")
+    if cross:
+        theirs = pytest.importorskip("mmcv.ops", reason="mmcv is not installed").CrissCrossAttention(16)
+        ours = BilateralCrissCross2d(16, content_scale=1.0, **options)
+    else:
+        theirs = pytest.importorskip("mmcv.cnn", reason="mmcv is not installed").NonLocal2d(16)
+        ours = BilateralNonLocal2d(16, **options)
+    weights = {key.replace(".conv.", "."): value for key, value in drawn(theirs, 0.3).state_dict().items()}
+    missing, unexpected = ours.load_state_dict(weights, strict=False)
     assert not unexpected
     assert all(key.startswith("position.") for key in missing)
-    for parameter in ours.position.parameters():
-        nn.init.zeros_(parameter)  # without position logits, this is criss-cross attention
-    x = torch.randn(2, 16, 6, 9)
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
-
-
-def test_a_non_local_checkpoint_of_mmcv_gives_its_results():
-    bricks = pytest.importorskip("mmcv.cnn", reason="mmcv is not installed")
-    theirs = bricks.NonLocal2d(16)
-    drawn(theirs, 0.3)
-    ours = BilateralNonLocal2d(16, outside="zero", smoothing="sqrt_d")
-    ours.load_state_dict({k.replace(".conv.", "."): v for k, v in theirs.state_dict().items()}, strict=False)
     for parameter in ours.position.parameters():
         nn.init.zeros_(parameter)
     x = torch.randn(2, 16, 6, 9)

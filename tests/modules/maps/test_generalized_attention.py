@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,30 +10,23 @@ import torch.nn.functional as F
 from torch import nn
 
 from attn_plugins.modules import GeneralizedAttention2d, capture_attention
+from tests.helpers.module_inputs import drawn
 
 SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
-VARIANTS = {
-    "plain": dict(),
-    "range": dict(spatial_range=3),
-    "key stride": dict(kv_stride=2),
-    "both strides": dict(kv_stride=3, q_stride=2),
-    "range and stride": dict(spatial_range=5, kv_stride=2),
-    "range and equal strides": dict(spatial_range=5, kv_stride=2, q_stride=2),
-    "options": dict(position_embedding_dim=6, position_magnitude=2, scale=0.5),
-}
-
-
-def randomise(module, seed=0):
-    """Give every parameter a random value, including those that start at zero."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
-    return module
+VARIANTS: list[dict[str, Any]] = [
+    dict(),
+    dict(spatial_range=3),
+    dict(kv_stride=2),
+    dict(kv_stride=3, q_stride=2),
+    dict(spatial_range=5, kv_stride=2),
+    dict(spatial_range=5, kv_stride=2, q_stride=2),
+    dict(position_embedding_dim=6, position_magnitude=2, scale=0.5),
+]
 
 
 def build(attention_type="1111", in_channels=8, num_heads=2, dtype=torch.float64, **options):
-    return randomise(GeneralizedAttention2d(in_channels, num_heads, attention_type, **options)).to(dtype)
+    torch.manual_seed(0)
+    return drawn(GeneralizedAttention2d(in_channels, num_heads, attention_type, dtype=dtype, **options), 0.4)
 
 
 def maps(*shapes, dtype=torch.float64, seed=1):
@@ -112,11 +106,20 @@ def interpolate(output, stride, size):
     return result
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("attention_type", SETTINGS)
-def test_equals_the_equations(attention_type, variant):
-    module = build(attention_type, **VARIANTS[variant])
-    (x,) = maps((2, 8, 4, 6))
+# Every setting with all keys and with another variant, and every variant with all terms.
+CASES = [(bits, VARIANTS[0], (4, 6)) for bits in SETTINGS] + [("1111", variant, (4, 6)) for variant in VARIANTS[1:]]
+CASES += [(bits, variant, (3, 5)) for bits, variant in zip(SETTINGS, itertools.cycle(VARIANTS[1:]))]
+CASES += [
+    (bits, variant, size)
+    for bits, variant in (("1111", dict(q_stride=3, kv_stride=2)), ("0011", dict(spatial_range=31)), ("0100", dict()))
+    for size in ((1, 1), (1, 5), (7, 1), (2, 2))
+]
+
+
+@pytest.mark.parametrize(("attention_type", "variant", "size"), CASES, ids=str)
+def test_equals_the_equations(attention_type, variant, size):
+    module = build(attention_type, **variant)
+    (x,) = maps((2 if size == (3, 5) else 1, 8, *size))
     expected, weights = loops(module, x)
     torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(module.attention_maps(x), weights, rtol=1e-10, atol=1e-10)
@@ -149,15 +152,6 @@ def test_state_dict():
             }
             assert {key.split(".")[0] for key in module.state_dict()} == needed
             assert module._abbr_ == "gen_attention_block"
-
-
-@pytest.mark.parametrize("size", [(1, 1), (1, 5), (7, 1), (2, 2)])
-@pytest.mark.parametrize("attention_type", ["1111", "0100", "0011", "0001"])
-def test_any_size(attention_type, size):
-    for options in (dict(), dict(q_stride=3, kv_stride=2), dict(spatial_range=31)):
-        module, (x,) = build(attention_type, **options), maps((1, 8, *size))
-        torch.testing.assert_close(module(x), loops(module, x)[0], rtol=1e-10, atol=1e-10)
-        assert module(x[:0]).shape == (0, 8, *size)
 
 
 def test_a_query_without_keys_in_range_gets_the_bias_alone():

@@ -1,45 +1,70 @@
-"""Layers keep the memory format of their input; the conversions that make this possible."""
+"""Conversions between memory formats, on CUDA by a kernel that transposes; projections by one product there."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from attn_plugins.modules.maps import memory_format
-from attn_plugins.modules.maps.memory_format import in_format_of, to_channels_last
+from attn_plugins.modules import CrissCrossAttention2d
+from attn_plugins.modules.maps import criss_cross, memory_format
+from attn_plugins.modules.maps.memory_format import add_scaled, in_format_of, to_channels_last
+from attn_plugins.ops.common import transposition
 from tests.helpers.memory_format_checks import FORMATS, has_format
+from tests.helpers.module_inputs import drawn
 
-# --- the conversions ----------------------------------------------------------------------------------------------
+
+@pytest.fixture(params=["plain", "definition", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request, monkeypatch):
+    """Return a device: the CPU, the CPU with the kernel's definition, or a GPU, whose maps a kernel transposes."""
+    if request.param == "cuda":
+        return "cuda"
+
+    def transposed(matrices, addend=None, scale=None):
+        product = matrices.mT if scale is None else matrices.mT * scale
+        return (product if addend is None else addend + product).contiguous()
+
+    if request.param == "definition":
+        monkeypatch.setattr(transposition, "has_kernel", lambda tensor: True)
+        monkeypatch.setattr(transposition, "transposed", transposed)
+    return "cpu"
+
 
 # (B, C, H, W), with images both above and below the size for the copy by transposed matrices
-SHAPES = [(2, 3, 4, 5), (3, 65, 61, 67), (1, 512, 32, 32), (0, 4, 5, 6), (2, 1, 520, 600), (2, 270_000, 1, 1)]
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-@pytest.mark.parametrize("few_threads", [0, 1 << 16])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_conversions_equal_pytorchs(shape, dtype, few_threads, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "few_threads"),
+    [((2, 3, 4, 5), 0), ((3, 65, 61, 67), 0), ((1, 512, 32, 32), 1 << 16), ((0, 4, 5, 6), 0), ((2, 1, 520, 600), 0),
+     ((2, 90_000, 1, 1), 1 << 16)],
+    ids=str,
+)  # fmt: skip
+def test_conversions_equal_pytorchs(shape, few_threads, device, monkeypatch):
     monkeypatch.setattr(memory_format, "_FEW_THREADS", few_threads)
-    x = torch.randn(shape).to(dtype)
-    last = to_channels_last(x)
-    assert torch.equal(last, x)
-    assert last.stride() == x.contiguous(memory_format=torch.channels_last).stride()
-    back = in_format_of(x, last)
-    assert torch.equal(back, x)
-    assert back.stride() == last.contiguous().stride()
+    for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        x = torch.randn(shape).to(device, dtype)
+        last = to_channels_last(x)
+        assert torch.equal(last, x)
+        assert last.is_contiguous(memory_format=torch.channels_last)
+        back = in_format_of(x, last)
+        assert torch.equal(back, x)
+        assert back.is_contiguous()
+        if not transposition.has_kernel(x):
+            assert last.stride() == x.contiguous(memory_format=torch.channels_last).stride()
 
 
-def test_what_has_the_format_is_not_copied():
-    x = torch.randn(2, 3, 4, 5)
+def test_what_has_the_format_is_not_copied_and_a_strided_view_is():
+    x = torch.randn(2, 8, 9, 10)
     last = x.contiguous(memory_format=torch.channels_last)
     assert to_channels_last(last) is last
     assert in_format_of(x, x) is x
     assert in_format_of(last, last) is last
-    for ambiguous in (torch.randn(2, 1, 4, 5), torch.randn(2, 3, 1, 1)):  # both formats at once counts as contiguous
+    for ambiguous in (torch.randn(2, 1, 9, 10), torch.randn(2, 8, 1, 1)):  # both formats at once counts as contiguous
         assert to_channels_last(ambiguous) is ambiguous
         assert in_format_of(ambiguous, x) is x
         assert has_format(in_format_of(ambiguous, last), "contiguous")
+    for view in (x[:, ::2], x[:, :, 1:], x[..., ::3], x.transpose(2, 3), x[:1].expand(3, -1, -1, -1)):
+        assert torch.equal(to_channels_last(view), view)
+        assert to_channels_last(view).is_contiguous(memory_format=torch.channels_last)
+        assert in_format_of(x, view).is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (1, 512, 32, 32)])
@@ -48,21 +73,11 @@ def test_gradients_have_the_format_of_what_was_converted(shape):
     for kind, layout in FORMATS.items():
         source = x.contiguous(memory_format=layout).requires_grad_()
         other = x if kind == "channels_last" else x.contiguous(memory_format=torch.channels_last)
-        weight = torch.randn(shape).contiguous(memory_format=FORMATS[kind])
-        converted = in_format_of(other, source)
-        (grad,) = torch.autograd.grad((converted * weight).square().sum(), source, create_graph=True)
+        weight = torch.randn(shape).contiguous(memory_format=layout)
+        (grad,) = torch.autograd.grad((in_format_of(other, source) * weight).square().sum(), source, create_graph=True)
         assert has_format(grad, kind)
         torch.testing.assert_close(grad, 2 * x * weight.square())
-        (second,) = torch.autograd.grad(grad.sum(), source)
-        torch.testing.assert_close(second, 2 * weight.square())
-
-
-def test_a_strided_view_is_converted():
-    x = torch.randn(2, 8, 9, 10)
-    for view in (x[:, ::2], x[:, :, 1:], x[..., ::3], x.transpose(2, 3), x[:1].expand(3, -1, -1, -1)):
-        assert torch.equal(to_channels_last(view), view)
-        assert to_channels_last(view).is_contiguous(memory_format=torch.channels_last)
-        assert in_format_of(x, view).is_contiguous()
+        torch.testing.assert_close(torch.autograd.grad(grad.sum(), source)[0], 2 * weight.square())
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -71,10 +86,61 @@ def test_torch_func_and_batched_gradients():
     x, weight = torch.randn(2, 3, 4, 5, dtype=torch.float64), torch.randn(3, 1, 1, dtype=torch.float64)
 
     def converted(x):
-        return memory_format.add_scaled(x, weight.sum(), in_format_of(x, to_channels_last(x.square() * weight)))
+        return add_scaled(x, weight.sum(), in_format_of(x, to_channels_last(x.square() * weight)))
 
     jacobian = torch.autograd.functional.jacobian(converted, x)
     torch.testing.assert_close(torch.func.jacrev(converted)(x), jacobian)
     torch.testing.assert_close(torch.func.jacfwd(converted)(x), jacobian)
     torch.testing.assert_close(torch.autograd.functional.jacobian(converted, x, vectorize=True), jacobian)
     torch.testing.assert_close(torch.vmap(converted)(x[:, None]), converted(x)[:, None])
+
+
+@pytest.mark.parametrize("shape", [(2, 33, 5, 7), (1, 3, 1, 40), (0, 3, 4, 5), (2, 1, 4, 5)], ids=str)
+def test_a_scaled_sum(shape, device):
+    """Values and gradients of both orders are those of the plain sum, whose formats they have."""
+    x, scale, output = (torch.randn(s, device=device, dtype=torch.float64) for s in (shape, (), shape))
+    leaves = [x, scale, output.contiguous(memory_format=torch.channels_last)]
+    ours, expected = [], []
+    for results, function in ((ours, add_scaled), (expected, torch.addcmul)):
+        terms = [t.clone().requires_grad_() for t in leaves]
+        total = function(*terms)
+        grads = torch.autograd.grad(total.square().sum(), terms, create_graph=True)
+        results += [total, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), terms)]
+    torch.testing.assert_close(ours, expected)
+    assert ours[0].is_contiguous()
+    assert ours[1].is_contiguous()
+    assert 0 in shape or ours[3].is_contiguous(memory_format=torch.channels_last)
+    half = torch.randn(2, 4, 5, 3, device=device).half().permute(0, 3, 1, 2)
+    for other in (torch.randn(2, 3, 1, 1, device=device), half):
+        x = torch.randn(2, 3, 4, 5, device=device)
+        torch.testing.assert_close(add_scaled(x, scale.float(), other), x + scale.float() * other)
+
+
+class Negated(nn.Conv2d):
+    def forward(self, x):
+        return -super().forward(x)
+
+
+@pytest.mark.parametrize("position", ["none", "relative"])
+def test_one_product_projects(position, monkeypatch):
+    """It gives what three layers give; a layer that somebody observes or replaces is still called."""
+    module = drawn(CrissCrossAttention2d(6, 2, position, input_size=(4, 5), dtype=torch.float64))
+    x = torch.randn(2, 6, 4, 5, dtype=torch.float64)
+    expected = module(x)
+    grads = torch.autograd.grad(expected.sum(), list(module.parameters()))
+    monkeypatch.setattr(criss_cross, "joins_products", lambda x: True)
+    if position == "none":
+        torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), expected)
+    calls = []
+    for hooked in (False, True):
+        if hooked:
+            hook = module.key_conv.register_forward_hook(lambda *_: calls.append(1))
+        output = module(x)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(torch.autograd.grad(output.sum(), list(module.parameters())), grads)
+        assert len(calls) == hooked
+    hook.remove()
+    key_conv, module.key_conv = module.key_conv, nn.Sequential(module.key_conv)  # without weight and bias
+    torch.testing.assert_close(module(x), expected)
+    key_conv.__class__ = Negated
+    assert not torch.allclose(module(x), expected)
