@@ -17,8 +17,6 @@ from attn_plugins.modules.maps.augmented_conv import AAConv2d  # noqa: E402
 from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
 
-# Each function draws other models.
-pytestmark = pytest.mark.sampled(2, every_value=False)
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
 ENTRIES = sorted(name for name in attn_plugins.timm.__all__ if timm.is_model(name))  # vision transformers as well
@@ -28,7 +26,7 @@ FEW_BLOCKS = dict(layers=(1, 1, 2, 1))
 SMALL = {
     "aa_resnet34": FEW_BLOCKS,
     "aa_resnet50": FEW_BLOCKS,
-    "aa_wide_resnet28_10": dict(depth=10, width=5),
+    "aa_wide_resnet28_10": dict(depth=10, width=2, num_heads=2),
     "attn0010_dcn_resnet50": FEW_BLOCKS,
 }
 SIZE = (64, 96)
@@ -77,7 +75,7 @@ def test_default_configuration(name):
         assert features.shape[-2:] == cfg.pool_size
         assert features.shape[1] == model.num_features
     assert not timm.is_model_pretrained(name)
-    with pytest.raises(RuntimeError, match="No pretrained weights exist"):
+    with pytest.raises(RuntimeError, match="No pretrained weights exist"), torch.device("meta"):
         timm.create_model(name, pretrained=True)
 
 
@@ -92,78 +90,58 @@ def test_tables_of_mnasnets_fit_the_maps():
     assert model(torch.randn(2, 3, 64, 96)).isfinite().all()
 
 
-def test_the_head(name):
+@torch.no_grad()
+def test_features_and_head(name):
     model, x = small(name), torch.randn(2, 3, *SIZE)
-    with torch.no_grad():
-        features = model.forward_features(x)
-        torch.testing.assert_close(model.forward_head(features), model(x))
-        pooled = model.forward_head(features, pre_logits=True)
-        assert pooled.shape == (2, model.head_hidden_size)
-        torch.testing.assert_close(model.get_classifier()(pooled), model(x))
-        model.reset_classifier(7, "max")
-        assert model(x).shape == (2, 7)
-        model.reset_classifier(0)
-        assert isinstance(model.get_classifier(), nn.Identity)
-        torch.testing.assert_close(model(x), features.amax((2, 3)))
-
-
-def test_features(name):
-    model, x = small(name), torch.randn(1, 3, *SIZE)
-    backbone = timm.create_model(name, features_only=True, out_indices=(1, 3), **SMALL.get(name, {})).eval()
+    backbone = timm.create_model(name, features_only=True, out_indices=(1, 2), **SMALL.get(name, {})).eval()
     getattr(backbone, "model", backbone).load_state_dict(model.state_dict(), strict=False)
-    assert len(timm.create_model(name, features_only=True, **SMALL.get(name, {})).feature_info.channels()) >= 4
-    with torch.no_grad():
-        features = backbone(x)
-        last, intermediates = model.forward_intermediates(x, indices=[1, 3])
-        torch.testing.assert_close(last, model.forward_features(x))
-        alone = model.forward_intermediates(x, indices=[1, 3], intermediates_only=True, stop_early=True)
-    for feature, intermediate, other, channels, reduction in zip(
-        features, intermediates, alone, backbone.feature_info.channels(), backbone.feature_info.reduction()
-    ):
-        assert feature.shape == (1, channels, *(n // reduction for n in SIZE))
-        torch.testing.assert_close(feature, intermediate)
-        torch.testing.assert_close(feature, other)
+    last, intermediates = model.forward_intermediates(x, indices=[1, 2])
+    info = backbone.feature_info
+    for feature, expected, channels, reduction in zip(backbone(x), intermediates, info.channels(), info.reduction()):
+        assert feature.shape == (2, channels, *(n // reduction for n in SIZE))
+        torch.testing.assert_close(feature, expected)
+    torch.testing.assert_close(last, model.forward_features(x))
+    logits, pooled = model(x), model.forward_head(last, pre_logits=True)
+    torch.testing.assert_close(model.forward_head(last), logits)
+    assert pooled.shape == (2, model.head_hidden_size)
+    torch.testing.assert_close(model.get_classifier()(pooled), logits)
+    model.reset_classifier(7, "max")
+    assert model(x).shape == (2, 7)
+    model.reset_classifier(0)
+    assert isinstance(model.get_classifier(), nn.Identity)
+    torch.testing.assert_close(model(x), last.amax((2, 3)))
+    before = sum(p.numel() for p in model.parameters())
+    assert model.prune_intermediate_layers([1, 2]) == [1, 2]
+    assert sum(p.numel() for p in model.parameters()) < before
+    pruned = model.forward_intermediates(x, indices=[1, 2], intermediates_only=True, stop_early=True)
+    torch.testing.assert_close(pruned, intermediates)
 
 
-def test_pruned_to_intermediate_layers(name):
-    model, x = small(name), torch.randn(1, 3, *SIZE)
-    with torch.no_grad():
-        expected = model.forward_intermediates(x, indices=[1, 2], intermediates_only=True)
-        before = sum(p.numel() for p in model.parameters())
-        assert model.prune_intermediate_layers([1, 2]) == [1, 2]
-        assert sum(p.numel() for p in model.parameters()) < before
-        torch.testing.assert_close(model.forward_intermediates(x, indices=[1, 2], intermediates_only=True), expected)
-
-
-def test_parameters_are_grouped_by_depth(name):
+def test_parameter_groups(name):
+    """By depth for layer decay; the tables of relative positions have no weight decay."""
     model = small(name)
     groups = timm.models.group_parameters(model, model.group_matcher())
     assert sorted(key for keys in groups.values() for key in keys) == sorted(k for k, _ in model.named_parameters())
     coarse = timm.models.group_parameters(model, model.group_matcher(coarse=True))
     assert 3 <= len(coarse) <= len(groups)
-    decayed = create_optimizer_v2(model, "sgd", lr=0.1, layer_decay=0.5, weight_decay=0.1).param_groups
-    assert min(g["lr_scale"] for g in decayed) < 0.3
-    assert max(g["lr_scale"] for g in decayed) == 1
-
-
-def test_position_tables_take_no_weight_decay(name):
-    model = small(name)
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1, layer_decay=0.5, weight_decay=0.1)
+    scales = [group["lr_scale"] for group in optimizer.param_groups]
+    assert min(scales) < 0.3
+    assert max(scales) == 1
     tables = {k for k, _ in model.named_parameters() if k.endswith(("height_rel", "width_rel"))}
-    optimizer = create_optimizer_v2(model, "sgd", lr=0.1, weight_decay=0.1)
     free = {id(p) for g in optimizer.param_groups if g["weight_decay"] == 0 for p in g["params"]}
     assert all(id(model.get_parameter(key)) in free for key in tables)
     assert bool(tables) == name.startswith("aa_")
 
 
 def test_gradient_checkpointing_changes_no_gradient(name):
-    x, gradients = torch.randn(2, 3, *SIZE), []
+    model, x, gradients = small(name), torch.randn(2, 3, *SIZE), []  # evaluation mode keeps running statistics fixed
     for enable in (False, True):
-        model = small(name)  # evaluation mode keeps running statistics fixed
         model.set_grad_checkpointing(enable)
+        model.zero_grad()
         model(x).square().sum().backward()
-        gradients.append([p.grad for p in model.parameters()])
-    for plain, checkpointed in zip(*gradients):
-        torch.testing.assert_close(checkpointed, plain)
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 def test_half_precision_on_the_cpu(name):
@@ -177,6 +155,7 @@ def test_half_precision_on_the_cpu(name):
     torch.testing.assert_close(halved.float(), expected, rtol=0.1, atol=0.1 * expected.abs().max())
 
 
+@pytest.mark.slow
 def test_exported(name):
     model, x = small(name), torch.randn(2, 3, *SIZE)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
@@ -185,7 +164,7 @@ def test_exported(name):
         torch.testing.assert_close(exported(more), model(more), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled(1, every_value=False)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["aa_resnet34", "attn0010_dcn_resnet50"])
 def test_onnx_runtime_gives_the_same(name, tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
@@ -198,48 +177,33 @@ def test_onnx_runtime_gives_the_same(name, tmp_path):
         torch.testing.assert_close(torch.from_numpy(output), model(x), rtol=1e-4, atol=1e-4)
 
 
-BAD_ARGUMENTS = [
-    (dict(position="rotary"), "position must be one of relative, none, sine, coordconv, got 'rotary'"),
-    (dict(nu=1.5), "nu must be from 0 to 1, got 1.5"),
-    (dict(kappa=-0.1), "kappa must be at least 0, got -0.1"),
-    (dict(num_heads=0), "num_heads must be a positive int, got 0"),
-]
-
-
 @pytest.mark.parametrize("name", ["aa_resnet34", "aa_mnasnet_075", "aa_wide_resnet28_10"])
-@pytest.mark.parametrize("options, words", BAD_ARGUMENTS)
-def test_a_bad_argument_is_one_clear_error(name, options, words):
-    with pytest.raises(ValueError, match=words):
-        timm.create_model(name, **SMALL.get(name, {}), **options)
-
-
-@pytest.mark.parametrize("name", ["aa_resnet34", "aa_wide_resnet28_10"])  # the MnasNets round up to one channel
-def test_a_ratio_that_leaves_a_head_nothing(name):
-    with pytest.raises(ValueError, match=r"nu = 0.0001 of .* less than one value channel of 8 heads"):
-        timm.create_model(name, **SMALL.get(name, {}), nu=0.0001)
-
-
-def test_an_unknown_keyword_is_named(name):
+def test_a_bad_argument_is_one_clear_error(name):
+    for options, words in (
+        (dict(position="rotary"), "position must be one of relative, none, sine, coordconv, got 'rotary'"),
+        (dict(nu=1.5), "nu must be from 0 to 1, got 1.5"),
+        (dict(kappa=-0.1), "kappa must be at least 0, got -0.1"),
+        (dict(num_heads=0), "num_heads must be a positive int, got 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            timm.create_model(name, **{**SMALL.get(name, {}), **options})
     with pytest.raises(TypeError, match="kapa"):
         timm.create_model(name, kapa=0.2)
+    if name != "aa_mnasnet_075":  # the MnasNets round up to one channel
+        with pytest.raises(ValueError, match=r"nu = 0.0001 of .* less than one value channel of [28] heads"):
+            timm.create_model(name, **SMALL.get(name, {}), nu=0.0001)
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 64, 64), (1, 3, 64), (3, 0, 64)])
-def test_an_image_that_does_not_fit(shape):
-    with pytest.raises((RuntimeError, ValueError)):
-        small("aa_resnet34")(torch.randn(shape))
+@torch.no_grad()
+def test_any_image_size_works(name):
+    model = small(name)
+    for size in ((1, 1), (7, 300), (33, 47)):
+        assert model(torch.randn(1, 3, *size)).isfinite().all()
 
 
-@pytest.mark.parametrize("size", [(1, 1), (7, 300), (33, 47)])
-def test_any_image_size_works(name, size):
-    with torch.no_grad():
-        assert small(name)(torch.randn(2, 3, *size)).isfinite().all()
-
-
-@pytest.mark.parametrize("options", [dict(), dict(attention_type="0010"), dict(spatial_range=3, kv_stride=2)])
-def test_generalized_attention_through_timms_own_hook(options):
+def test_generalized_attention_through_timms_own_hook():
     stock = timm.create_model("resnet50", num_classes=10, zero_init_last=False, **FEW_BLOCKS).eval()
-    hook = partial(GeneralizedAttention2d, num_heads=8, **options)
+    hook = partial(GeneralizedAttention2d, num_heads=8, spatial_range=3, kv_stride=2)
     model = timm.create_model("resnet50", num_classes=10, block_args=dict(attn_layer=hook), **FEW_BLOCKS).eval()
     assert sum(isinstance(m, GeneralizedAttention2d) for m in model.modules()) == 5
     missing, unexpected = model.load_state_dict(stock.state_dict(), strict=False)
@@ -261,3 +225,33 @@ def test_one_checkpoint_serves_other_image_sizes():
     x = torch.randn(1, 3, *SIZE)
     with torch.no_grad():
         torch.testing.assert_close(other(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+# --- the Wide-ResNet with timm's attention layers: the baselines of Bello et al. (2019), Table 1 ----------------------
+
+
+def baseline(**options) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model("aa_wide_resnet28_10", depth=10, width=1, num_classes=5, img_size=16, nu=0, **options)
+
+
+@pytest.mark.parametrize(
+    "layer, options, kind",
+    [("se", dict(rd_divisor=1), "SEModule"), ("ge", dict(use_mlp=False), "GatherExcite"), ("cbam", {}, "CbamModule")],
+)
+def test_every_block_of_a_baseline_ends_with_the_layer(layer, options, kind):
+    model = baseline(attn_layer=layer, attn_args=options).eval()
+    blocks = [block for i in (1, 2, 3) for block in getattr(model, f"layer{i}")]
+    assert [type(block.attn).__name__ for block in blocks] == [kind] * 3
+    seen = {}
+    blocks[0].conv2.register_forward_hook(lambda *call: seen.update(branch=call[2]))
+    blocks[0].register_forward_hook(lambda *call: seen.update(input=call[1][0], output=call[2]))
+    model(torch.randn(2, 3, 16, 12)).sum().backward()
+    torch.testing.assert_close(seen["output"], seen["input"] + blocks[0].attn(seen["branch"]))
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_baseline_without_or_with_an_unknown_layer():
+    assert not any(".attn." in name for name in baseline().state_dict())
+    with pytest.raises(ValueError, match=r"attn_layer must be one of timm's attention layers, .* got 'senet'"):
+        baseline(attn_layer="senet")

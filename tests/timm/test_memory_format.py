@@ -32,8 +32,7 @@ def test_every_block_is_here():
     }
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("size", [(6, 9), (9, 6)])
+@pytest.mark.parametrize("size, autocast", [((6, 9), False), ((9, 6), True)])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_answers_in_the_format_of_its_input(name, size, autocast):
     torch.manual_seed(0)
