@@ -9,13 +9,17 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from tools.label_places import Rectangle, overlap, place
-from tools.picture_sheet import MARGIN, justified, sheet
 from tools.pictures import open_picture
 
+Rectangle = tuple[float, float, float, float]  # left, top, right, bottom
 Object = tuple[Rectangle, str]  # box and name
 Known = dict[str, list[Object]]  # by the picture's file name
 COLUMNS, LETTERS, LINE = 3, 22, 5
+Place = tuple[int, int, int, int]  # left, top, width, height, relative to the margin
+MARGIN, GAP = 16, 16
+WIDTH = 1800 - 2 * MARGIN  # total width of the panels; the sheet is displayed 900 pixels wide
+CAPTION, CAPTION_HEIGHT = 26, 52  # size of the font, and of its line
+INK, PAPER = "#1a202c", "#ffffff"
 RIGHT, WRONG, MISSED = "#15803d", "#c81e1e", "#ffffff"
 
 
@@ -88,6 +92,81 @@ def summary(judged: Sequence[Judged], threshold: float) -> str:
         f"Found from a score of {threshold:g} on: {hits} of {hits + missed} objects. Green: {right} named right. "
         f"Red: {len(pairs) - right} wrong, with what it is in brackets. Dashed: {missed} missed."
     )
+
+
+def place(
+    boxes: Sequence[Rectangle],
+    sizes: Sequence[tuple[float, float]],
+    frame: tuple[float, float],
+    others: Sequence[Rectangle] = (),
+) -> list[Rectangle]:
+    """Place a label inside the frame at each box, where it covers least of earlier labels, then of boxes.
+
+    Args:
+        boxes: Boxes to label, the most important first.
+        sizes: Width and height of each label.
+        frame: Width and height of the picture.
+        others: Further boxes, without a label, that should stay visible.
+    """
+    taken: list[Rectangle] = []
+    for (left, top, right, bottom), (width, height) in zip(boxes, sizes):
+        columns, sides = (left, right - width, (left + right - width) / 2), (left - width, right)
+        corners = [(x, y) for y in (top - height, bottom) for x in columns]
+        corners += [(x, y) for x in sides for y in (top, bottom - height, top - height, bottom)]
+        corners += [(x, y) for y in (top, bottom - height) for x in columns]
+        corners = [(max(0.0, min(x, frame[0] - width)), max(0.0, min(y, frame[1] - height))) for x, y in corners]
+
+        def covered(at: Rectangle) -> tuple[float, float]:
+            return sum(overlap(at, one) for one in taken), sum(overlap(at, one) for one in (*boxes, *others))
+
+        taken.append(min(((x, y, x + width, y + height) for x, y in corners), key=covered))
+    return taken
+
+
+def overlap(a: Rectangle, b: Rectangle) -> float:
+    """Return the area of the intersection of two rectangles."""
+    width, height = min(a[2], b[2]) - max(a[0], b[0]), min(a[3], b[3]) - max(a[1], b[1])
+    return max(width, 0) * max(height, 0)
+
+
+def justified(sizes: Sequence[tuple[int, int]], columns: int, width: int = WIDTH, gap: int = GAP) -> list[Place]:
+    """Place pictures in rows that all fill the width.
+
+    Args:
+        sizes: Width and height of each picture.
+        columns: Pictures in a row.
+        width: Width of the sheet.
+        gap: Space between two pictures.
+
+    Returns:
+        The place of each picture. An incomplete row is as high as the row before it.
+    """
+    places: list[Place] = []
+    top = height = 0
+    for first in range(0, len(sizes), columns):
+        row = sizes[first : first + columns]
+        if len(row) == columns or not first:
+            height = round((width - (len(row) - 1) * gap) / sum(w / h for w, h in row))
+        left = 0
+        for n, (w, h) in enumerate(row):
+            last = n == len(row) - 1 == columns - 1
+            across = width - left if last else round(height * w / h)
+            places.append((left, top, across, height))
+            left += across + gap
+        top += height + gap
+    return places
+
+
+def sheet(places: Sequence[Place], caption: str) -> Image.Image:
+    """Return a white sheet for panels at ``places``, with a margin and a line of ``caption`` below."""
+    right, bottom = (max(place[side] + place[side + 2] for place in places) for side in (0, 1))
+    picture = Image.new("RGB", (right + 2 * MARGIN, bottom + MARGIN + CAPTION_HEIGHT), PAPER)
+    fonts = (ImageFont.load_default(size) for size in range(CAPTION, 11, -1))
+    font = next((font for font in fonts if font.getlength(caption) <= right), ImageFont.load_default(12))
+    while font.getlength(caption) > right:
+        caption = caption[:-1]
+    ImageDraw.Draw(picture).text((MARGIN, bottom + MARGIN + CAPTION_HEIGHT / 2), caption, INK, font, anchor="lm")
+    return picture
 
 
 def _annotate(panel: Image.Image, judged: Judged, scale: float) -> None:

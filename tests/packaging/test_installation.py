@@ -8,8 +8,8 @@ OpenMMLab's own packages.
 INSTALL_ENVIRONMENTS   environments to test, such as ``3.12 3.10:2.1.2`` (Python, or Python:torch); default: all above
 INSTALL_FIRST=1        the first ten minutes of a user of the wheel in ``dist/``: new environments under
                        ``build/install_first``, nothing in pip's cache, no interruption, and no compiler until a
-                       toolkit is installed; ``first.md`` there has the seconds to each first success. The oldest torch
-                       is then the oldest whose ABI suits the binary. ``make test-wheel`` is its first test.
+                       toolkit is installed. The oldest torch is then the oldest whose ABI suits the binary.
+                       ``make test-wheel`` is its first test.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Environment:
             shutil.rmtree(self.folder, ignore_errors=True)
         shutil.rmtree(self.work, ignore_errors=True)
         self.work.mkdir(parents=True)
-        self.seconds: dict[str, float] = {}
         if not (self.folder / "venv").is_dir():
             subprocess.run([interpreters()[self.python_version], "-m", "venv", self.folder / "venv"], check=True)
             if self.torch:
@@ -121,7 +120,6 @@ class Environment:
             print(f"$ {command}\n{done.stdout}\n", file=log)
         result = "works" if done.returncode == status else f"status {done.returncode}"
         if record:
-            self.seconds[record] = seconds
             with self.table.open("a") as table:
                 print(f"| {self.versions()} | {record} | {seconds:.0f} | {result} |", file=table)
         assert done.returncode == status, f"{command}\n{done.stdout[-4000:]}"
@@ -152,20 +150,10 @@ class Environment:
         if self.older_than(OLDEST_FOR[toolkit]):
             pytest.skip(f"{toolkit} needs torch >= {OLDEST_FOR[toolkit]}")
 
-    def first(self, *steps: str) -> None:
-        """Add the seconds to the first success that ``steps`` lead to to the table of :data:`FIRST`."""
-        if FIRST:
-            took = ", ".join(f"{step} {self.seconds[step]:.0f}" for step in steps)
-            with (BUILD / "first.md").open("a") as page:
-                print(f"| {self.versions()} | {took} | {sum(self.seconds[step] for step in steps):.0f} |", file=page)
-
 
 @pytest.fixture(scope="module", params=environments())
 def environment(request) -> Environment:
     return Environment(request.param)
-
-
-PACKAGE = ("torch", "the wheel") if FIRST else ("`pip install .`",)
 
 
 def test_package_and_the_pytorch_block(environment, monkeypatch):
@@ -184,7 +172,6 @@ def test_package_and_the_pytorch_block(environment, monkeypatch):
     text = environment.bash("python -m attn_plugins", record="doctor")
     assert text.endswith("all is well\n")
     environment.python(all_code(PYTORCH), record="PyTorch page")
-    environment.first(*PACKAGE, "PyTorch page")
 
 
 def test_timm(environment):
@@ -192,7 +179,6 @@ def test_timm(environment):
     # Before torch 2.5, users have to import our package to register the models, as the page says.
     asked = "import attn_plugins.timm\n" if environment.older_than("2.5") else ""
     environment.python(asked + all_code(TIMM), record="timm page")
-    environment.first(*PACKAGE, "`install timm`", "timm page")
 
 
 # They call nms, roi_align and deformable attention of mmcv.
@@ -287,8 +273,6 @@ def test_mm(environment, toolkit):
         "drop-in block": block(MMDET, "python", "drop_in"),
     }
     train_and_predict(environment, blocks, f" ({toolkit})")
-    if toolkit == "mm":
-        environment.first(*PACKAGE, "`install mm`", "drop-in block")
     environment.bash(block(MMDET, "bash").splitlines()[0] + "\nls $MMDET/tools/train.py")
     assert "pip install" not in environment.bash(line, record=f"`install {toolkit}` again")
 
@@ -315,4 +299,3 @@ def test_fairseq(environment):
         assert link in INSTALL
         text = f"{link}\n{text.replace('--user-dir plugins/fairseq', '--user-dir attention')}"
     environment.bash(text, environment.clone, record="fairseq block, 20 updates")
-    environment.first(*PACKAGE, "`install fairseq`", "fairseq block, 20 updates")

@@ -45,11 +45,6 @@ def test_shell_blocks_say_what_tests_them_or_what_they_need():
                 assert (ROOT / what).is_file(), (name(page), what)
 
 
-def test_pages_with_code_are_found():
-    names = {name(page) for page in WITH_CODE}
-    assert names >= {"README.md", "docs/start/pytorch.md", "docs/start/timm.md", "docs/howto/new-module.md"}
-
-
 SLOW = ("export", "faster", "new-module", "pictures", "timm")  # others show the same, or they run large models
 CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 

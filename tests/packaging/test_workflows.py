@@ -19,10 +19,6 @@ def steps(workflow: Path) -> list[dict]:
     return [step for job in jobs for step in job.get("steps", [])]
 
 
-def test_all_are_there():
-    assert [path.stem for path in WORKFLOWS] == ["ci", "docs", "release", "wheels"]
-
-
 def test_commands_exist():
     for step in [step for workflow in WORKFLOWS for step in steps(workflow)]:
         assert ("run" in step) != ("uses" in step)
@@ -48,11 +44,3 @@ def test_the_release_reads_the_version_as_setup_does():
 def test_the_citation_has_the_version():
     version = re.search(r'^__version__ = "(.+)"', (ROOT / "plugins/__init__.py").read_text(), re.M)[1]
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-
-
-def test_forms():
-    for form in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
-        content = yaml.safe_load(form.read_text())
-        if form.stem != "config":
-            assert {"name", "description", "body"} <= content.keys(), form.stem
-            assert len({field["id"] for field in content["body"]}) == len(content["body"]), form.stem

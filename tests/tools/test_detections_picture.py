@@ -9,8 +9,21 @@ import pytest
 from PIL import Image, ImageColor
 
 from tools import detections_picture
-from tools.detections_picture import RIGHT, WRONG, Detection, draw, judge, known_objects
-from tools.picture_sheet import CAPTION_HEIGHT, GAP, MARGIN, WIDTH, justified
+from tools.detections_picture import (
+    CAPTION_HEIGHT,
+    GAP,
+    MARGIN,
+    RIGHT,
+    WIDTH,
+    WRONG,
+    Detection,
+    draw,
+    judge,
+    justified,
+    known_objects,
+    overlap,
+    place,
+)  # fmt: skip
 
 CAT, DOG = ((10, 10, 40, 50), "cat"), ((60, 20, 90, 70), "dog")
 
@@ -77,3 +90,16 @@ def test_a_long_line_fits(tmp_path):
     assert page.size == (300 + 2 * MARGIN, 100 + MARGIN + CAPTION_HEIGHT)
     pixels = np.asarray(page.convert("L"))
     assert (pixels[:, -MARGIN:] == 255).all()
+
+
+def test_labels_stay_inside_and_cover_little():
+    frame, size = (200, 100), [(40, 10)]
+    assert place([(50, 40, 80, 70)], size, frame) == [(50, 30, 90, 40)]  # above
+    assert place([(50, 4, 80, 70)], size, frame) == [(50, 70, 90, 80)]  # below, as there is no room above
+    assert place([(170, 40, 195, 70)], size, frame) == [(160, 30, 200, 40)]  # above, moved into the frame
+    above = (50, 20, 90, 39)
+    [label] = place([(50, 40, 80, 70)], size, frame, others=[above])
+    assert not overlap(label, above)
+    first, second = place([(50, 40, 80, 70), (60, 40, 90, 70)], size * 2, frame)
+    assert not overlap(first, second)
+    assert place([(0, 0, 30, 30)], [(60, 30)], (40, 30)) == [(0, 0, 60, 30)]  # wider than the frame

@@ -128,19 +128,6 @@ def test_labels_are_those_of_the_nearest_pixel():
     assert 0 < outside < 48 * 48
 
 
-def test_images_are_interpolated():
-    y, x = np.mgrid[:50, :70]
-    ramp = Image.fromarray(np.stack((2 * x, 3 * y, x + y), 2).astype(np.uint8))
-    matrix = turned(-20, 1.4, 3, 8)
-    warped = np.asarray(warp(ramp, matrix, 64), float)
-    px, py = sources(matrix, 64, 64)
-    inside = ((px > 0) & (px < 69) & (py > 0) & (py < 49)).reshape(64, 64)
-    assert inside.sum() > 1500
-    expected = np.stack((2 * px, 3 * py, px + py), 1).reshape(64, 64, 3)
-    assert abs(warped - expected)[inside].max() <= 1.01
-    assert (warped[((px < -1) | (py < -1)).reshape(64, 64)] == 0).all()
-
-
 def test_shrunk_images_average_blocks():
     stripes = np.zeros((80, 120, 3), np.uint8)
     stripes[:, ::2] = 200
@@ -192,16 +179,6 @@ def test_turned_faces_become_one(faces, tmp_path):
     assert not seen.all()
 
 
-def test_mean_shape_is_of_the_training_faces_alone(faces, tmp_path):
-    source, annotation = faces
-    images = {name: source / f"images/{name}.jpg" for name in PLACES}
-    whole = Alignment(Request(annotation), images, FACES["train"])
-    write_points(annotation, 5, "5_1", applied(PLACES["5_1"], own_points() * [1.2, 1]))
-    changed = Alignment(Request(annotation), images, FACES["train"])
-    assert np.array_equal(whole.shape, changed.shape)
-    assert not np.allclose(whole.matrices["5_1"], changed.matrices["5_1"])
-
-
 def test_points_of_larger_pictures_are_scaled(faces, tmp_path):
     source, annotation = faces
     plain = face_parsing.build("helen", source, tmp_path / "plain", align=Request(annotation, size=SIZE))
@@ -222,10 +199,6 @@ def test_points_of_larger_pictures_are_scaled(faces, tmp_path):
     for name in ("train/2_1", "test/5_1"):
         first, second = (np.asarray(Image.open(tmp_path / f"{kind}/labels/{name}.png")) for kind in ("plain", "scaled"))
         assert (first == second).mean() > 0.97
-
-    Image.new("RGB", (510, 300)).save(pictures / "2/2_1.jpg")
-    with pytest.raises(ValueError, match=r"2_1.jpg has 150x170 pixels, .*2_1.jpg 300x510: one must be the other"):
-        face_parsing.build("helen", source, tmp_path / "other", align=request)
     (pictures / "2/2_1.jpg").unlink()
     with pytest.raises(ValueError, match=r"landmark pictures: .*pictures lacks 1 of 5 faces, such as 2_1.jpg"):
         face_parsing.build("helen", source, tmp_path / "other", align=request)
@@ -249,13 +222,10 @@ def add_twice(annotation):
         (shutil.rmtree, r"annotation has no \*.txt; name the fol"),
         (lambda annotation: (annotation / "4.txt").unlink(), r"annotation lacks 1 of 5 faces, such as 4_1"),
         (add_twice, r"9.txt, line 1: expected the name of another face, such as .*, got '2_1'"),
-        (edited(lambda lines: lines[1:]), r"2.txt must hold 194 finite points"),
-        (edited(lambda lines: ["", *lines[1:]]), r"2.txt, line 1: expected the name of another face, .* got ''"),
         (
             edited(lambda lines: [*lines[:7], "12.5 13.5", *lines[8:]]),
             r"2.txt must hold a name and .*: the number of columns changed",
         ),
-        (edited(lambda lines: [*lines[:7], "nan , 13.5", *lines[8:]]), r"2.txt must hold 194 finite points"),
         (edited(lambda lines: [lines[0], *["5 , 5"] * 194]), r"2.txt must hold 194 finite points that are not in one"),
         (
             edited(lambda lines: [lines[0], *lines[45:125], *["-9 , 3", "-8 , 4"] * 57]),

@@ -15,8 +15,6 @@ from tools.model_names import check_model_name
     [
         ("aa_resnet51", ": did you mean aa_resnet50"),
         ("resnet5O", ": did you mean resnet50"),
-        ("aaresnet50", ": did you mean aa_resnet50"),
-        ("convnext_tyny", ": did you mean convnext_tiny"),
         ("attn0010_dcn_resnet", ": did you mean attn0010_dcn_resnet50"),
         ("vit_small_patch16", ": did you mean vit_small_patch16_224"),
         ("xqzw", ", which is near none of the"),

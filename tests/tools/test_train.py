@@ -117,9 +117,13 @@ def test_padded_crops_shift_by_an_eighth():
     assert [part.padding for part in cifar.transforms if isinstance(part, transforms.RandomCrop)] == [[4, 4]]
 
 
-@pytest.mark.parametrize("name", ["cifar100_aa_wide_resnet28_10", "cifar100_wide_resnet28_10"])
 @pytest.mark.parametrize(
-    "attention", [None, ["attn_layer=se", "attn_args.rd_divisor=1"], ["attn_layer=ge", "attn_args.use_mlp=false"]]
+    ("name", "attention"),
+    [
+        ("cifar100_aa_wide_resnet28_10", ()),
+        ("cifar100_wide_resnet28_10", ("attn_layer=se", "attn_args.rd_divisor=1")),
+        ("cifar100_wide_resnet28_10", ("attn_layer=ge", "attn_args.use_mlp=false")),
+    ],
 )
 def test_cifar_recipes(name, attention, digits, tmp_path):
     """On digits instead of CIFAR, at a small size."""
@@ -130,8 +134,6 @@ def test_cifar_recipes(name, attention, digits, tmp_path):
         scheduler.step_update(round(10 * epoch))
         assert optimizer.param_groups[0]["lr"] == pytest.approx(config.lr * share)
     assert not optimizer.defaults["nesterov"]
-    if attention is not None and "aa" in name:
-        return
     small = [
         "dataset=folder",
         "model_args.depth=10",
@@ -140,7 +142,7 @@ def test_cifar_recipes(name, attention, digits, tmp_path):
         "workers=0",
         "input_size=[16,16]",
     ]
-    assert run(CONFIGS / f"{name}.yaml", digits, tmp_path, *small, *(f"model_args.{a}" for a in attention or ())) == 0
+    assert run(CONFIGS / f"{name}.yaml", digits, tmp_path, *small, *(f"model_args.{a}" for a in attention)) == 0
 
 
 def test_offsets_learn_at_a_tenth_of_the_rate():
@@ -155,12 +157,9 @@ def test_offsets_learn_at_a_tenth_of_the_rate():
         ("epoch=3", "'epoch'"),
         ("epochs=many", "'many' .*could not be converted to Integer"),
         ("crop=big", "crop must be one of random_resized, pad, none, got 'big'"),
-        ("hflip=2", "hflip must be from 0 to 1, got 2.0"),
         ("workers=-1", "workers must be at least 0, got -1"),
-        ("frame_sampling=random", "frame_sampling must be one of uniform, segments, stride, got 'random'"),
         ("model=aa_resnet51", "model must be a model of timm, got 'aa_resnet51': did you mean aa_resnet50, "),
         ("model_args.kapa=1", "model aa_wide_resnet28_10 with .*kapa"),
-        ("model_args.nu=3", "nu must be from 0 to 1, got 3"),
         ("dataset=torch/none", "dataset 'torch/none' cannot be loaded from"),
         ("dataset=clips", "no video and no folder of pictures for the class eight"),
         ("lr=1e12", "the loss is .* at epoch 1, step .*: reduce lr"),
@@ -218,21 +217,6 @@ def test_random_frames():
     assert set.union(*strides) == {1, 2, 3, 4, 5}
     assert max(frames[-1] for frames in drawn) == 15
     assert {tuple(strided(3, 1)) for _ in range(50)} == {(0,), (1,), (2,)}
-
-
-@pytest.mark.parametrize("sampling", ["segments", "stride"])
-def test_random_frames_are_of_training_alone(clips, sampling):
-    training, validation, _ = datasets(Config("any", dataset="clips", frames=3, frame_sampling=sampling), clips)
-    whole = [np.asarray(frame) for frame in open_clip(training.samples[0][0], 8)]
-    torch.manual_seed(0)
-    seen = {
-        tuple([np.array_equal(frame, other) for other in whole].index(True) for frame in training[0][0])
-        for _ in range(30)
-    }
-    assert len(seen) > 5
-    assert all(frames == tuple(sorted(set(frames))) for frames in seen)
-    expected = open_clip(validation.samples[0][0], 3)
-    assert all(np.array_equal(a, b) for a, b in zip(validation[0][0], expected, strict=True))
 
 
 def test_videos_are_read_in_rgb(tmp_path):

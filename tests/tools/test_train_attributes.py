@@ -219,6 +219,7 @@ def test_bad_input_is_reported(pictures, tmp_path, capsys):
     assert "has no splits.json; python -m tools.caption splits creates it" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_captions_of_the_splits_file_and_no_fairseq(pictures, tmp_path):
     """A user with timm but without fairseq needs only Karpathy's file."""
     shutil.copytree(pictures, tmp_path / "set", ignore=shutil.ignore_patterns("attributes.json"))
