@@ -22,24 +22,15 @@ struct Maps {
   }
 };
 
-// One axis: tap t of query q is key q * stride - padding + t * dilation.
+// One axis: tap t of query q is key q - padding + t * dilation, which is tap t - 1 of query q + dilation.
 struct WindowAxis {
-  int queries, keys, taps, stride, padding, dilation;
-  int step, shift;  // smallest such that tap t of query q and tap t - shift of query q + step are one key
-  int divisor;      // greatest common divisor of stride and dilation
-  int inverse;      // inverse * step = 1 modulo shift
-  Divisor by_stride, by_dilation, by_step, by_shift, by_divisor;
+  int queries, keys, taps, padding, dilation;
+  Divisor by_dilation;
 };
 
 __device__ __forceinline__ int quotient(int number, const Divisor& by) {
   int rest;
   return by.divide(number, &rest);
-}
-
-__device__ __forceinline__ int remainder(int number, const Divisor& by) {
-  int rest;
-  by.divide(number, &rest);
-  return rest;
 }
 
 // Numbers of a query in the backward: the log-sum-exp, and the mean of grad_output · value. Float32 has four:
@@ -48,15 +39,21 @@ template <class T>
 constexpr int kStats = std::is_same_v<T, float> ? 4 : 2;
 
 template <class T>
-struct WindowProblem {
-  Maps<const T> query, key, value, position, output_read, grad_output;
-  Maps<T> output, grad_query, grad_key, grad_value, grad_position;
+struct WindowOperands {
+  Maps<const T> query, key, value, position_logits, output_read, grad_output;
+  Maps<T> output, grad_query, grad_key, grad_value, grad_position_logits;
   float* log_sum_exp;  // (B, M, Hq, Wq); natural, +inf where a window is empty
   float* stats;        // (B, M, Hq, Wq, kStats<T>)
   float* peaks;        // (B, M, Hq, Wq), of float16 alone: grad_output's greatest magnitude
+  int d, dv;           // d is 0 without content
+  float scale;         // of content
+  bool zero_border;
+};
+
+template <class T>
+struct WindowProblem : WindowOperands<T> {
   WindowAxis y, x;
-  int teams;
-  int M, d, dv;                                     // d is 0 without content
+  int teams, M;
   int rows, columns;                                // of teams
   Divisor by_heads, by_map, by_band, by_last_rows;  // M; teams of a map, of a band; rows of the last band
   // Element strides between neighbouring positions of a row: of keys, values, queries and gradients, and of
@@ -64,11 +61,10 @@ struct WindowProblem {
   int key_step, value_step, query_step, gradient_step, position_step;
   // Byte strides between rows, for kernels on tensor cores, which are not chosen if a stride exceeds an int.
   int key_bytes, value_bytes, query_bytes, gradient_bytes, position_bytes, stats_bytes;
-  int lanes;                 // of a team, where the kernel does not fix them
-  int staged;                // elements of shared memory for a warp's position logits
-  float scale, power_scale;  // of logits; of them as powers of two
-  bool zero_border;
-  bool tall;  // a warp's tile has two rows
+  int lanes;          // of a team, where the kernel does not fix them
+  int staged;         // elements of shared memory for a warp's position logits
+  float power_scale;  // of logits as powers of two
+  bool tall;          // a warp's tile has two rows
 
   __device__ __forceinline__ int64_t query_index(int b, int m, int row, int column) const {
     return ((int64_t(b) * M + m) * y.queries + row) * x.queries + column;
@@ -108,12 +104,11 @@ __device__ __forceinline__ int spread(int n, const Divisor& step, int count) {
   return step.divide(n, &rest) * (int(step.divisor) * count) + rest;
 }
 
-// The team's run of places of a row, of `count` at these distances.
+// The team's run of `count` places of a row.
 template <class T>
-__device__ __forceinline__ Place locate_run(const WindowProblem<T>& p, int team, const Divisor& step,
-                                            int count) {
+__device__ __forceinline__ Place locate_run(const WindowProblem<T>& p, int team, int count) {
   Place at = locate(p, team);
-  at.x = spread(at.x, step, count);
+  at.x = spread(at.x, p.x.by_dilation, count);
   return at;
 }
 
@@ -157,24 +152,5 @@ template <class T>
 __device__ __forceinline__ T* next(T* place, int bytes) {
   return reinterpret_cast<T*>(reinterpret_cast<uintptr_t>(place) + int64_t(bytes));
 }
-
-// The largest tap by which some query attends to key `at` of an axis, and that query; tap - n * shift belongs
-// to query + n * step. `exists` is false if no query attends to the key.
-struct Reach {
-  int tap, query;
-  bool exists;
-
-  __device__ __forceinline__ Reach(const WindowAxis& axis, int at) {
-    const int padded = at + axis.padding;
-    int rest, residue = 0;
-    const int reduced = axis.by_divisor.divide(padded, &rest);
-    exists = rest == 0;
-    if (axis.shift > 1) residue = int(int64_t(remainder(reduced, axis.by_shift)) * axis.inverse % axis.shift);
-    // of the taps = residue (mod shift): one less than a multiple away from the last
-    tap = axis.taps - 1 - remainder(axis.taps - 1 - residue + axis.shift, axis.by_shift);
-    const int start = padded - tap * axis.dilation;  // a multiple of stride, if the tap exists
-    query = start < 0 ? -quotient(-start, axis.by_stride) : quotient(start, axis.by_stride);
-  }
-};
 
 }  // namespace attn_plugins

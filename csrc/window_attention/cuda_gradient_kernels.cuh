@@ -61,7 +61,7 @@ __device__ __forceinline__ float weight_of(float logit, const Vector<float, N>& 
   return power_of_two(x * kLog2E);
 }
 
-// Gradients of queries at.x, at.x + p.x.step, ... of a row, and of their position logits.
+// Gradients of queries at.x, at.x + p.x.dilation, ... of a row, and of their position logits.
 template <int QUERIES, class T, class Team>
 __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p, const Team& team,
                                                       const Place& at) {
@@ -70,7 +70,7 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
   float query[QUERIES][Team::OWN], gradient[QUERIES][Team::OWN], sum[QUERIES][Team::OWN];
 #pragma unroll
   for (int r = 0; r < QUERIES; ++r) {
-    const int x = at.x + r * p.x.step;
+    const int x = at.x + r * p.x.dilation;
     const bool valid = at.exists && x < p.x.queries;
     team.read_row(p.query.at(at.b, at.m, at.y, x), valid, p.d, query[r]);
     team.read_row(p.grad_output.at(at.b, at.m, at.y, x), valid, p.dv, gradient[r]);
@@ -82,13 +82,13 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
   float kept[kOwn];
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
-    const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
+    const int x = at.x + team.template own<QUERIES>(n) * p.x.dilation;
     valid[n] = at.exists && x < p.x.queries, kept[n] = 0;
     if (valid[n]) stats[n] = load<float, kStats<T>>(stats_of(p, at.b, at.m, at.y, x));
-    written[n] = p.grad_position.at(at.b, at.m, at.y, x);
+    written[n] = p.grad_position_logits.at(at.b, at.m, at.y, x);
   }
   const int taps = p.y.taps * p.x.taps, writers = team.lanes / kParts, writer = team.lane / kParts;
-  const int written_bytes = int(p.grad_position.channel * sizeof(T));
+  const int written_bytes = int(p.grad_position_logits.channel * sizeof(T));
   RowSums<T> sums[kOwn];
   while (true) {
 #pragma unroll
@@ -122,13 +122,13 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
         for (int r = 0; r < QUERIES; ++r) slopes[r] = team.template of_query<QUERIES>(slope, r);
 #pragma unroll
         for (int r = 0; r < QUERIES; ++r) {
-          if (!within(j - r * p.x.shift, p.x.taps)) continue;  // not times 0: the key may be infinite
+          if (!within(j - r, p.x.taps)) continue;  // not times 0: the key may be infinite
           add_scaled(sum[r], slopes[r], key);
         }
-        if (!p.grad_position.data) continue;
+        if (!p.grad_position_logits.data) continue;
 #pragma unroll
         for (int n = 0; n < kOwn; ++n) {
-          const int tap = j - team.template own<QUERIES>(n) * p.x.shift;
+          const int tap = j - team.template own<QUERIES>(n);
           const int t = i * p.x.taps + tap, turn = t & (writers - 1);
           const bool inside = within(tap, p.x.taps), last = turn == writers - 1 || t == taps - 1;
           if (inside && turn == writer) kept[n] = slope[n];
@@ -155,12 +155,12 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
   __syncwarp();  // all lanes of a query have read its statistics
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
-    const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
+    const int x = at.x + team.template own<QUERIES>(n) * p.x.dilation;
     if (team.lane < kParts && valid[n]) store(stats_of(p, at.b, at.m, at.y, x), stats[n]);
   }
 #pragma unroll
   for (int r = 0; r < QUERIES; ++r) {
-    const int x = at.x + r * p.x.step;
+    const int x = at.x + r * p.x.dilation;
     if (p.grad_query.data && at.exists && x < p.x.queries) {
       team.write(p.grad_query.at(at.b, at.m, at.y, x), p.d, sum[r], p.scale);
     }
@@ -170,7 +170,7 @@ __device__ __forceinline__ void window_query_gradient(const WindowProblem<T>& p,
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_query_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, p.x.by_step, QUERIES));
+  window_query_gradient<QUERIES>(p, team, locate_run(p, team.index, QUERIES));
 }
 
 // Gradients of keys at.x, at.x + p.x.dilation, ... and of their values, each gathered from the queries that
@@ -190,37 +190,35 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) key_sum[r][c] = 0, value_sum[r][c] = 0;
   }
-  const Reach rows(p.y, at.y), columns(p.x, at.x);
-  const bool exists = at.exists && rows.exists && columns.exists;
+  // The first query of the first row that sees the key, by the last tap.
+  const int first_y = at.y + p.y.padding - (p.y.taps - 1) * p.y.dilation;
+  const int first_x = at.x + p.x.padding - (p.x.taps - 1) * p.x.dilation;
   const int own = team.template own<KEYS>(0);
-  const int line = quotient(p.x.taps + KEYS - 1 + p.x.shift - 1, p.x.by_shift);
-  const Span on_map = Span::on_axis(columns.query, p.x.by_step, p.x.queries).common(0, line);
-  Span window[KEYS];  // place l of the line sees key r by tap columns.tap + r - l * shift
+  const int line = p.x.taps + KEYS - 1;
+  const Span on_map = Span::on_axis(first_x, p.x.by_dilation, p.x.queries).common(0, line);
+  Span window[KEYS];  // place l of the line sees key r by tap p.x.taps - 1 + r - l
 #pragma unroll
-  for (int r = 0; r < KEYS; ++r) {
-    const Span reach = Span::on_axis(p.x.taps - 1 - columns.tap - r, p.x.by_shift, p.x.taps);
-    window[r] = on_map.common(reach.first, reach.first + reach.count);
-  }
+  for (int r = 0; r < KEYS; ++r) window[r] = on_map.common(r, r + p.x.taps);
   const Span own_window = KEYS > 1 && own > 0 ? window[KEYS - 1] : window[0];
   const unsigned chunks = team.chunks_of(p.d) | team.chunks_of(p.dv) << Team::CHUNKS;
   const int query_bytes = p.query_step * int(sizeof(T)), gradient_bytes = p.gradient_step * int(sizeof(T));
   const int position_bytes = p.position_step * int(sizeof(T));
-  const int stats_bytes = kStats<T> * p.x.step * int(sizeof(float));
+  const int stats_bytes = kStats<T> * p.x.dilation * int(sizeof(float));
   // Pointers are carried from row to row, else the compiler computes each anew for every load.
-  int y = rows.query, i = rows.tap;
-  const T* queries = team.own_of(p.query.at(at.b, at.m, y, columns.query));
-  const T* gradients = team.own_of(p.grad_output.at(at.b, at.m, y, columns.query));
-  const T* positions = p.position.at(at.b, at.m, y, columns.query) +
-                       (int64_t(i) * p.x.taps + columns.tap + own) * p.position.channel;
-  const float* stats_row = stats_of(p, at.b, at.m, y, columns.query);
-  const int64_t query_row = p.y.step * p.query.row, gradient_row = p.y.step * p.grad_output.row;
-  const int64_t position_row = p.y.step * p.position.row - int64_t(p.y.shift) * p.x.taps * p.position.channel;
-  const int64_t stats_step = kStats<T> * int64_t(p.y.step) * p.x.queries;
-  for (int n = 0; n * p.y.shift < p.y.taps; ++n, i -= p.y.shift, y += p.y.step, queries += query_row,
-           gradients += gradient_row, positions += position_row, stats_row += stats_step) {
-    const bool row_inside = exists && i >= 0 && within(y, p.y.queries);
+  int y = first_y;
+  const T* queries = team.own_of(p.query.at(at.b, at.m, y, first_x));
+  const T* gradients = team.own_of(p.grad_output.at(at.b, at.m, y, first_x));
+  const T* positions = p.position_logits.at(at.b, at.m, y, first_x) +
+                       (int64_t(p.y.taps) * p.x.taps - 1 + own) * p.position_logits.channel;
+  const float* stats_row = stats_of(p, at.b, at.m, y, first_x);
+  const int64_t query_row = p.y.dilation * p.query.row, gradient_row = p.y.dilation * p.grad_output.row;
+  const int64_t position_row = p.y.dilation * p.position_logits.row - p.x.taps * p.position_logits.channel;
+  const int64_t stats_step = kStats<T> * int64_t(p.y.dilation) * p.x.queries;
+  for (int n = 0; n < p.y.taps; ++n, y += p.y.dilation, queries += query_row, gradients += gradient_row,
+           positions += position_row, stats_row += stats_step) {
+    const bool row_inside = at.exists && within(y, p.y.queries);
     int inside = row_inside ? on_map.count : 0,
-        biasing = row_inside && p.position.data ? own_window.count : 0;
+        biasing = row_inside && p.position_logits.data ? own_window.count : 0;
     int seeing[KEYS];
 #pragma unroll
     for (int r = 0; r < KEYS; ++r) seeing[r] = row_inside ? window[r].count : 0;
@@ -272,7 +270,7 @@ __device__ __forceinline__ void window_key_gradient(const WindowProblem<T>& p, c
 template <class T, class Team, int KEYS>
 __global__ void __launch_bounds__(kThreads) window_key_gradient_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, p.x.by_dilation, KEYS));
+  window_key_gradient<KEYS>(p, team, locate_run(p, team.index, KEYS));
 }
 
 }  // namespace attn_plugins

@@ -11,7 +11,7 @@
 namespace attn_plugins {
 
 // Keys of one row that the windows of a team's queries share: position j is tap j of query 0 and tap
-// j - r * shift of query r. Pointers are advanced from row to row, since the compiler would otherwise
+// j - r of query r. Pointers are advanced from row to row, since the compiler would otherwise
 // recompute them for every load.
 template <int QUERIES, class T, class Team>
 struct KeyLine {
@@ -25,28 +25,27 @@ struct KeyLine {
       *positions[COUNT];  // of the row: the first key on the map, the window's first logit
 
   __device__ __forceinline__ KeyLine(const WindowProblem<T>& p, const Team& team, const Place& at) {
-    const int column = at.x * p.x.stride - p.x.padding;
+    const int column = at.x - p.x.padding;
     on_map = Span::on_axis(column, p.x.by_dilation, p.x.keys).only_if(at.exists);
-    row = at.y * p.y.stride - p.y.padding;
+    row = at.y - p.y.padding;
     chunks = team.chunks_of(p.d) | team.chunks_of(p.dv) << Team::CHUNKS;
     const int first = column + on_map.first * p.x.dilation;
     keys = team.own_of(p.key.at(at.b, at.m, row, first));
     values = team.own_of(p.value.at(at.b, at.m, row, first));
     key_bytes = p.key_step * int(sizeof(T)), value_bytes = p.value_step * int(sizeof(T));
-    tap_bytes = int(p.position.channel * sizeof(T));
+    tap_bytes = int(p.position_logits.channel * sizeof(T));
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      const int r = team.template own<QUERIES>(n), x = at.x + r * p.x.step, start = r * p.x.shift;
+      const int r = team.template own<QUERIES>(n), x = at.x + r * p.x.dilation, start = r;
       const Span all{start, p.x.taps};
       window[n] = p.zero_border ? all : on_map.common(start, start + p.x.taps);
       window[n] = window[n].only_if(at.exists && x < p.x.queries);
-      positions[n] = p.position.at(at.b, at.m, at.y, x) + (window[n].first - start) * p.position.channel;
+      positions[n] =
+          p.position_logits.at(at.b, at.m, at.y, x) + (window[n].first - start) * p.position_logits.channel;
     }
   }
 
-  __device__ __forceinline__ static int length(const WindowProblem<T>& p) {
-    return p.x.taps + (QUERIES - 1) * p.x.shift;
-  }
+  __device__ __forceinline__ static int length(const WindowProblem<T>& p) { return p.x.taps + QUERIES - 1; }
 
   __device__ __forceinline__ void begin_row(const WindowProblem<T>& p) {
     const bool inside = within(row, p.y.keys);
@@ -54,7 +53,7 @@ struct KeyLine {
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
       counting[n] = inside || p.zero_border ? window[n].count : 0;
-      biasing[n] = p.position.data ? counting[n] : 0;
+      biasing[n] = p.position_logits.data ? counting[n] : 0;
       keep(biasing[n]), keep(positions[n]);
     }
     keep(row_chunks), keep(keys), keep(values), keep(tap_bytes);
@@ -63,7 +62,7 @@ struct KeyLine {
   __device__ __forceinline__ void end_row(const WindowProblem<T>& p) {
     row += p.y.dilation, keys += p.y.dilation * p.key.row, values += p.y.dilation * p.value.row;
 #pragma unroll
-    for (int n = 0; n < COUNT; ++n) positions[n] += p.x.taps * p.position.channel;
+    for (int n = 0; n < COUNT; ++n) positions[n] += p.x.taps * p.position_logits.channel;
   }
 
   // Of place j: key and value, zeros where there are none; whether own queries count it, and their position
@@ -84,8 +83,8 @@ struct KeyLine {
   }
 };
 
-// Queries at.x, at.x + p.x.step, ... of a row. Each lane has the softmax of a few of them, and its channels
-// of all. Threads branch as all of them do.
+// Queries at.x, at.x + p.x.dilation, ... of a row. Each lane has the softmax of a few of them, and its
+// channels of all. Threads branch as all of them do.
 template <int QUERIES, class T, class Team>
 __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const Team& team, const Place& at) {
   constexpr int kOwn = Team::template Share<QUERIES>::COUNT, kParts = Team::template Share<QUERIES>::PARTS;
@@ -93,7 +92,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
   float query[QUERIES][Team::OWN], sum[QUERIES][Team::OWN], top[kOwn], total[kOwn];
 #pragma unroll
   for (int r = 0; r < QUERIES; ++r) {
-    const int x = at.x + r * p.x.step;
+    const int x = at.x + r * p.x.dilation;
     team.read_row(p.query.at(at.b, at.m, at.y, x), at.exists && x < p.x.queries, p.d, query[r]);
 #pragma unroll
     for (int c = 0; c < Team::OWN; ++c) sum[r][c] = 0;
@@ -141,7 +140,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
       for (int r = 0; r < QUERIES; ++r) weights[r] = team.template of_query<QUERIES>(weight, r);
 #pragma unroll
       for (int r = 0; r < QUERIES; ++r) {
-        if (!within(j - r * p.x.shift, p.x.taps)) continue;  // not times 0: the value may be infinite
+        if (!within(j - r, p.x.taps)) continue;  // not times 0: the value may be infinite
         add_scaled(sum[r], weights[r], value);
       }
     }
@@ -150,7 +149,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
   float inverse[kOwn];
 #pragma unroll
   for (int n = 0; n < kOwn; ++n) {
-    const int x = at.x + team.template own<QUERIES>(n) * p.x.step;
+    const int x = at.x + team.template own<QUERIES>(n) * p.x.dilation;
     const bool empty = total[n] == 0;
     inverse[n] = empty ? 0 : 1 / total[n];
     if (team.lane < kParts && at.exists && x < p.x.queries) {
@@ -159,7 +158,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
   }
 #pragma unroll
   for (int r = 0; r < QUERIES; ++r) {
-    const int x = at.x + r * p.x.step;
+    const int x = at.x + r * p.x.dilation;
     const float factor = team.template of_query<QUERIES>(inverse, r);
     if (at.exists && x < p.x.queries) team.write(p.output.at(at.b, at.m, at.y, x), p.dv, sum[r], factor);
   }
@@ -168,7 +167,7 @@ __device__ __forceinline__ void window_forward(const WindowProblem<T>& p, const 
 template <class T, class Team, int QUERIES>
 __global__ void __launch_bounds__(kThreads) window_forward_kernel(const WindowProblem<T> p) {
   const Team team(p.lanes);
-  window_forward<QUERIES>(p, team, locate_run(p, team.index, p.x.by_step, QUERIES));
+  window_forward<QUERIES>(p, team, locate_run(p, team.index, QUERIES));
 }
 
 }  // namespace attn_plugins

@@ -141,11 +141,11 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
     float sum[tile.COLUMNS][4] = {};
     for (int first = 0; first < line_length(p); first += 16) {
       const TilePlace here = at.again(map);
-      const KeyLines<T> lines(p, here, tile.group, p.grad_position.data != nullptr);
+      const KeyLines<T> lines(p, here, tile.group, p.grad_position_logits.data != nullptr);
       Span taps[2];  // of the line, as far as their gradients are wanted
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        taps[h] = Span{lines.first[h], p.x.taps}.only_if(here.valid[h] && p.grad_position.data);
+        taps[h] = Span{lines.first[h], p.x.taps}.only_if(here.valid[h] && p.grad_position_logits.data);
       }
       const int place = first + 2 * tile.member;
       // Bits of what is there: rows of keys, of values, columns of keys, weights, the tile's own taps.
@@ -161,7 +161,8 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int64_t tap = place - lines.first[h] - lines.row_tap[h] * p.x.taps;
-        targets[h] = p.grad_position.at(here.b, here.m, here.y[h], here.x[h]) + tap * p.grad_position.channel;
+        targets[h] = p.grad_position_logits.at(here.b, here.m, here.y[h], here.x[h]) +
+                     tap * p.grad_position_logits.channel;
       }
       for (int i = lines.rows.first; i < lines.rows.first + lines.rows.count; ++i) {
         // Outside of the map keys and values are zeros.
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         unsigned packed[4];
         pack_weights<T>(slope, packed);
         if (CONTENT) tile.mix(sum, packed, columns);
-        if (LOGITS == Logits::kNone || !p.grad_position.data) continue;
+        if (LOGITS == Logits::kNone || !p.grad_position_logits.data) continue;
         if (kScaled) {
 #pragma unroll
           for (int n = 0; n < 8; ++n) slope[n / 4][n % 4] *= unscale[n / 2 % 2];
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
           if (LOGITS == Logits::kStaged) {
             logits.staged(h)[offset] = pair.element[n % 2];
           } else {
-            *go(targets[h], i * p.x.taps + offset, int(p.grad_position.channel * sizeof(T))) =
+            *go(targets[h], i * p.x.taps + offset, int(p.grad_position_logits.channel * sizeof(T))) =
                 pair.element[n % 2];
           }
         }
@@ -237,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
       continue;
     }
     const TilePlace to = at.again(map);
-    if (LOGITS == Logits::kStaged && p.grad_position.data) logits.stage.flush(p, to);
+    if (LOGITS == Logits::kStaged && p.grad_position_logits.data) logits.stage.flush(p, to);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!to.valid[h]) continue;
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
   }
   using Distances = typename Tile<T, WIDTH>::Distances;
   const Distances query_distances(p.query_step), gradient_distances(p.gradient_step);
-  const Distances stats_distances(2 * p.x.step);
+  const Distances stats_distances(2 * p.x.dilation);
   const Distances position_distances(p.position_step);
   const int query_column = tile.row_to_column(p.query_step),
             gradient_column = tile.row_to_column(p.gradient_step);
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
     exponent = exponent_of(QueryLines<T>(p, at, tile.group).greatest_peak(p, at));
   }
   const float scale = whole_power_of_two(-exponent);
-  for (int first = 0; first < QueryLines<T>::length(p); first += 16) {
+  for (int first = 0; first < line_length(p); first += 16) {
     const TilePlace here = at.again(map);
     const QueryLines<T> lines(p, here, tile.group);
     const int place = first + 2 * tile.member;
@@ -296,22 +297,23 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
         go(tile.row_of(p.grad_output.at(here.b, here.m, lines.y, lines.x), first, p.gradient_step), row,
            p.gradient_bytes);
     const float* stats =
-        go(along(p.stats + 2 * p.query_index(here.b, here.m, lines.y, lines.x), place, 2 * p.x.step), row,
+        go(along(p.stats + 2 * p.query_index(here.b, here.m, lines.y, lines.x), place, 2 * p.x.dilation), row,
            p.stats_bytes);
     const int64_t tap = lines.row_tap * p.x.taps + lines.tap;
-    const T* position = go(p.position.at(here.b, here.m, lines.y, lines.x) + tap * p.position.channel +
-                               int64_t(place) * p.position_step,
+    const T* position = go(p.position_logits.at(here.b, here.m, lines.y, lines.x) +
+                               tap * p.position_logits.channel + int64_t(place) * p.position_step,
                            row, p.position_bytes);
-    int tap_row = lines.row_tap - row * p.y.shift;
-    const int end = tap_row - lines.rows.count * p.y.shift;
-    for (; tap_row > end; tap_row -= p.y.shift) {
+    int tap_row = lines.row_tap - row;
+    const int end = tap_row - lines.rows.count;
+    for (; tap_row > end; --tap_row) {
       const bool counts = within(tap_row, p.y.taps);
       const unsigned seen =
           there >> 24 & elements_of(counts, p.tall ? within(tap_row + 1, p.y.taps) : counts);
       float logit[2][4] = {}, slope[2][4] = {}, bias[2][4];
       // The same query sees half 1's keys by later taps. A lane's logits are those of eight queries, whose
       // taps differ: no two are neighbours in memory, so each is loaded alone.
-      const T* const logits[2] = {position, position + (p.tall ? p.x.taps : 8) * int(p.position.channel)};
+      const T* const logits[2] = {position,
+                                  position + (p.tall ? p.x.taps : 8) * int(p.position_logits.channel)};
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float& x = bias[n / 4][n % 4];

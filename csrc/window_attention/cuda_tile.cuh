@@ -204,15 +204,15 @@ __device__ __forceinline__ float trace_of_infinite(const float (&x)[N][4]) {
   return trace;
 }
 
-// The map of queries, or of keys, and the steps between neighbours in a tile.
+// The map of queries, or of keys, whose neighbours in a tile are a dilation apart.
 struct TileMap {
   int rows, columns;
-  const Divisor &row_step, &column_step, &heads;
+  const Divisor &row_dilation, &column_dilation, &heads;
   bool tall;
 
   template <class T>
   static __device__ __forceinline__ TileMap of_queries(const WindowProblem<T>& p) {
-    return {p.y.queries, p.x.queries, p.y.by_step, p.x.by_step, p.by_heads, p.tall};
+    return {p.y.queries, p.x.queries, p.y.by_dilation, p.x.by_dilation, p.by_heads, p.tall};
   }
   template <class T>
   static __device__ __forceinline__ TileMap of_keys(const WindowProblem<T>& p) {
@@ -230,8 +230,8 @@ struct TilePlace {
     const int group = int(threadIdx.x) % 32 / 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      y[h] = y0 + (map.tall ? h * int(map.row_step.divisor) : 0);
-      x[h] = x0 + (group + (map.tall ? 0 : 8 * h)) * int(map.column_step.divisor);
+      y[h] = y0 + (map.tall ? h * int(map.row_dilation.divisor) : 0);
+      x[h] = x0 + (group + (map.tall ? 0 : 8 * h)) * int(map.column_dilation.divisor);
       valid[h] = exists && y[h] < map.rows && x[h] < map.columns;
     }
   }
@@ -251,8 +251,8 @@ __device__ __forceinline__ TilePlace locate_tile(const WindowProblem<T>& p, cons
   // All lanes have this value; the broadcast tells the compiler so.
   const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0, 32);
   Place tile = locate(p, int(blockIdx.x) * kWarps + warp);
-  tile.y = spread(tile.y, map.row_step, p.tall ? 2 : 1);
-  tile.x = spread(tile.x, map.column_step, p.tall ? 8 : 16);
+  tile.y = spread(tile.y, map.row_dilation, p.tall ? 2 : 1);
+  tile.x = spread(tile.x, map.column_dilation, p.tall ? 8 : 16);
   return TilePlace(map, tile);
 }
 
@@ -262,8 +262,8 @@ __device__ __forceinline__ void for_tile_places(const TileMap& map, const TilePl
   const TilePlace at = tile.again(map);
 #pragma unroll 1
   for (int n = 0; n < 16; ++n) {
-    const int y = at.y0 + (map.tall ? n / 8 * int(map.row_step.divisor) : 0);
-    const int x = at.x0 + (map.tall ? n % 8 : n) * int(map.column_step.divisor);
+    const int y = at.y0 + (map.tall ? n / 8 * int(map.row_dilation.divisor) : 0);
+    const int x = at.x0 + (map.tall ? n % 8 : n) * int(map.column_dilation.divisor);
     body(Place{at.b, at.m, y, x, y < map.rows && x < map.columns});
   }
 }
@@ -289,13 +289,14 @@ struct Stage {
   template <class U>
   static __device__ __forceinline__ Run run(const WindowProblem<T>& p, const Maps<U>& map,
                                             const TilePlace& at, int h) {
-    const int y = at.y0 + (p.tall ? h * p.y.step : 0), x = at.x0 + (p.tall ? 0 : 8 * h) * p.x.step;
-    const int left =
-        y < p.y.queries && x < p.x.queries ? quotient(p.x.queries - x + p.x.step - 1, p.x.by_step) : 0;
+    const int y = at.y0 + (p.tall ? h * p.y.dilation : 0), x = at.x0 + (p.tall ? 0 : 8 * h) * p.x.dilation;
+    const int left = y < p.y.queries && x < p.x.queries
+                         ? quotient(p.x.queries - x + p.x.dilation - 1, p.x.by_dilation)
+                         : 0;
     Run r;
     r.data = const_cast<T*>(map.at(at.b, at.m, y, x)), r.count = min(left, kTileRow);
     const int taps = p.y.taps * p.x.taps;
-    r.contiguous = (map.channel == 1 || taps == 1) && (r.count < 2 || map.column * p.x.step == taps);
+    r.contiguous = (map.channel == 1 || taps == 1) && (r.count < 2 || map.column * p.x.dilation == taps);
     return r;
   }
   // Elements by which data is beyond a multiple of 16 bytes.
@@ -308,7 +309,7 @@ struct Stage {
     const int lane = int(threadIdx.x) % 32, taps = p.y.taps * p.x.taps;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Run from = run(p, p.position, at, h);
+      const Run from = run(p, p.position_logits, at, h);
       first[h] = start + h * (kTileRow * taps + 8) + (from.contiguous ? lead(from.data) : 0);
       T* to = elements + first[h];
       if (from.contiguous) {
@@ -321,7 +322,7 @@ struct Stage {
           const int query = n % kTileRow, tap = n / kTileRow;
           if (query >= from.count) continue;
           to[query * taps + tap] =
-              from.data[query * (p.x.step * p.position.column) + tap * p.position.channel];
+              from.data[query * (p.x.dilation * p.position_logits.column) + tap * p.position_logits.channel];
         }
       }
     }
@@ -334,7 +335,7 @@ struct Stage {
     __syncwarp();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const Run to = run(p, p.grad_position, at, h);
+      const Run to = run(p, p.grad_position_logits, at, h);
       const T* from = elements + first[h];
       if (to.contiguous && lead(to.data) == lead(from)) {
         copy(to.count * taps, lead(from), [&](int n, auto many) {
@@ -342,11 +343,11 @@ struct Stage {
           store(to.data + n, load<T, N>(from + n));
         });
       } else {
-        const int step = p.x.step * int(p.grad_position.column);
+        const int step = p.x.dilation * int(p.grad_position_logits.column);
         for (int n = lane; n < to.count * taps; n += 32) {
           const int query = n / taps, tap = n - query * taps;
           // Of a single tap, the channels' stride is 0.
-          to.data[to.contiguous ? n : query * int64_t(step) + tap * p.grad_position.channel] = from[n];
+          to.data[to.contiguous ? n : query * int64_t(step) + tap * p.grad_position_logits.channel] = from[n];
         }
       }
     }

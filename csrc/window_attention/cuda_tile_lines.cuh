@@ -21,10 +21,10 @@ __device__ __forceinline__ int exponent_of(float x) {
   return exponent == 0 || exponent == 255 ? 0 : exponent - 127;
 }
 
-// Of the line of keys that the windows of a tile of queries share.
+// Of the line of keys that the windows of a tile of queries share, and of queries that see a tile of keys.
 template <class T>
 __device__ __forceinline__ int line_length(const WindowProblem<T>& p) {
-  return p.x.taps + (p.tall ? 7 : 15) * p.x.shift;
+  return p.x.taps + (p.tall ? 7 : 15);
 }
 
 // The line of keys that the windows of a tile of queries share, and the rows of such lines.
@@ -36,15 +36,15 @@ struct KeyLines {
 
   __device__ __forceinline__ KeyLines(const WindowProblem<T>& p, const TilePlace& at, int group,
                                       bool all_rows) {
-    const int column = at.x0 * p.x.stride - p.x.padding, row = at.y0 * p.y.stride - p.y.padding;
+    const int column = at.x0 - p.x.padding, row = at.y0 - p.y.padding;
     on_map = Span::on_axis(column, p.x.by_dilation, p.x.keys);
-    const Span all{0, p.y.taps + (p.tall ? p.y.shift : 0)};
+    const Span all{0, p.y.taps + (p.tall ? 1 : 0)};
     rows_on_map = Span::on_axis(row, p.y.by_dilation, p.y.keys).common(0, all.count);
     rows = p.zero_border || all_rows ? all : rows_on_map;
     const Span counting = p.zero_border ? Span{0, line_length(p)} : on_map;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      first[h] = (group + (p.tall ? 0 : 8 * h)) * p.x.shift, row_tap[h] = p.tall ? h * p.y.shift : 0;
+      first[h] = group + (p.tall ? 0 : 8 * h), row_tap[h] = p.tall ? h : 0;
       window[h] = counting.common(first[h], first[h] + p.x.taps).only_if(at.valid[h]);
     }
     keys = p.key.at(at.b, at.m, row, column), values = p.value.at(at.b, at.m, row, column);
@@ -87,7 +87,8 @@ struct TileLogits {
         index[h] = (stage.first[h] + group * taps + tap) * int(sizeof(T));
         keep(index[h]);
       }
-      direct[h] = p.position.at(at.b, at.m, at.y[h], at.x[h]) + int64_t(tap) * p.position.channel;
+      direct[h] =
+          p.position_logits.at(at.b, at.m, at.y[h], at.x[h]) + int64_t(tap) * p.position_logits.channel;
     }
   }
 
@@ -113,45 +114,39 @@ struct TileLogits {
       } else if constexpr (LOGITS == Logits::kStaged) {
         x = widen(staged(h)[place]);
       } else {
-        x = load_one(direct[h] + (int64_t(i) * p.x.taps + place) * p.position.channel);
+        x = load_one(direct[h] + (int64_t(i) * p.x.taps + place) * p.position_logits.channel);
       }
     }
   }
 };
 
 // The line of queries that see a tile of keys, and the rows of such lines. Place l sees the lane's key of
-// half 0 by tap - l * shift; rows likewise.
+// half 0 by tap - l; rows likewise.
 template <class T>
 struct QueryLines {
   int x, y, tap, row_tap;  // of place 0 and row 0
   Span on_map, window[2], rows;
 
   __device__ __forceinline__ QueryLines(const WindowProblem<T>& p, const TilePlace& at, int group) {
-    const Reach row_reach(p.y, at.y0), column_reach(p.x, at.x0);
-    x = column_reach.query, y = row_reach.query, row_tap = row_reach.tap, tap = column_reach.tap + group;
-    on_map = Span::on_axis(x, p.x.by_step, p.x.queries).common(0, length(p));
-    rows = Span::on_axis(y, p.y.by_step, p.y.queries)
-               .common(0, quotient(p.y.taps + (p.tall ? 1 : 0) + p.y.shift - 1, p.y.by_shift))
-               .only_if(row_reach.exists && column_reach.exists);
+    row_tap = p.y.taps - 1, tap = p.x.taps - 1 + group;
+    y = at.y0 + p.y.padding - row_tap * p.y.dilation;
+    x = at.x0 + p.x.padding - (p.x.taps - 1) * p.x.dilation;
+    on_map = Span::on_axis(x, p.x.by_dilation, p.x.queries).common(0, line_length(p));
+    rows = Span::on_axis(y, p.y.by_dilation, p.y.queries).common(0, p.y.taps + (p.tall ? 1 : 0));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int half_tap = tap + (p.tall ? 0 : 8 * h);
-      const Span reach = Span::on_axis(p.x.taps - 1 - half_tap, p.x.by_shift, p.x.taps);
-      window[h] = on_map.common(reach.first, reach.first + reach.count).only_if(at.valid[h]);
+      const int first = group + (p.tall ? 0 : 8 * h);
+      window[h] = on_map.common(first, first + p.x.taps).only_if(at.valid[h]);
     }
-  }
-
-  static __device__ __forceinline__ int length(const WindowProblem<T>& p) {
-    return quotient(p.x.taps + (p.tall ? 7 : 15) + p.x.shift - 1, p.x.by_shift);
   }
 
   // The greatest magnitude in the gradients of these queries' outputs; for all of the warp.
   __device__ __forceinline__ float greatest_peak(const WindowProblem<T>& p, const TilePlace& at) const {
     float peak = 0;
     for (int i = rows.first; i < rows.first + rows.count; ++i) {
-      const float* peaks = p.peaks + p.query_index(at.b, at.m, y + i * p.y.step, x);
+      const float* peaks = p.peaks + p.query_index(at.b, at.m, y + i * p.y.dilation, x);
       for (int n = int(threadIdx.x) % 32; n < on_map.count; n += 32) {
-        peak = fmaxf(peak, load_one(along(peaks, on_map.first + n, p.x.step)));
+        peak = fmaxf(peak, load_one(along(peaks, on_map.first + n, p.x.dilation)));
       }
     }
 #pragma unroll

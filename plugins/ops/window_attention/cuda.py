@@ -1,6 +1,7 @@
 """Call the CUDA kernels of window attention (``csrc/window_attention/cuda.cuh``).
 
-They read float16, bfloat16 and float32 with any strides whose last axis is contiguous, and compute in float32.
+They read float16, bfloat16 and float32 and compute in float32. Fast kernels take windows of stride 1 whose channels are
+contiguous; a general kernel takes every stride, dilation and size.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from ..common import library
 from ..common.backends import Backend, Gradients
 from .operands import Options, Terms
 
-_LIMIT = 2**27  # of places, as in cuda.cuh; that of numbers is 16 times as large
 WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes
 
 
@@ -34,30 +34,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
     width = max(value.shape[-1], 0 if query is None else query.shape[-1])
     if width > WIDEST_HEAD:
         return f"its kernels take heads of up to {WIDEST_HEAD} channels, got {width}"
-    if _is_too_large(terms, options):
-        return "its kernels take maps, reaches of windows and distances in memory below 2**27"
     return library.refusal(value.device, "cuda")
-
-
-def _is_too_large(terms: Terms, options: Options) -> bool:
-    """Return whether a number may be too large for the kernels' 32 bits: the checks of ``cuda.cuh``, rounded up."""
-    query, _, value, logits = terms
-    B, M, Hk, Wk, dv = value.shape
-    leader = logits if query is None else query
-    assert leader is not None
-    Hq, Wq = leader.shape[2:4]
-    width = 0 if query is None else query.shape[4]
-    (Ky, Kx), (stride_y, stride_x), (dilation_y, dilation_x) = options.kernel_size, options.stride, options.dilation
-    places = max((Hq + 8) * Wq, (Hk + 8) * Wk)
-    reaches = max(Hq, Hk) * stride_y, max(Wq, Wk) * stride_x, Ky * dilation_y, Kx * dilation_x
-    if max(places, Ky * Kx, M, *reaches, *options.padding) >= _LIMIT or 4 * B * M * places >= 16 * _LIMIT - 256:
-        return True
-    span = Kx + 32 * stride_x
-    columns = max(t.stride(3) for t in terms if t is not None)
-    taps = 1 if logits is None else logits.stride(4)
-    return max(columns, M * max(width, dv)) * span * max(dilation_x, stride_x, 2) >= 16 * _LIMIT or (
-        taps * (Ky * Kx + 32 * stride_x) >= 16 * _LIMIT
-    )
 
 
 def _rows(tensor: Tensor | None) -> Tensor | None:

@@ -17,7 +17,6 @@ from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.ops import test_saturated as saturated
 from tests.ops.emulation.kernels import NEEDS, error, load, reserved
-from tests.ops.window_attention.test_window_attention import TOO_LARGE, large_call
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
@@ -149,6 +148,16 @@ def tensor_cores(request, monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision(compute, case, dtype, tensor_cores):
     compare(compute, *problem(**CASES[case]), dtype)
+
+
+@pytest.mark.parametrize("logits", ["content", "both"])
+@pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_general_kernels(compute, monkeypatch, case, dtype, zero_border, logits):
+    """They also compute what the fast kernels do."""
+    monkeypatch.setenv("ATTN_PLUGINS_WINDOW_FAST", "0")
+    compare(compute, *problem(**CASES[case], logits=logits, zero_border=zero_border), dtype)
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
@@ -356,11 +365,10 @@ def test_far_keys(emulated, monkeypatch):
     assert error(output[0, 0], torch.einsum("yxk,yxkd->yxd", weights, seen)) < 1e-3
 
 
-@pytest.mark.parametrize("case", [case for case in TOO_LARGE if "apart" not in case])
-def test_sizes_that_are_too_large_are_checked(emulated, case):
-    """``cuda.refuses`` knows them as well, so that no call ends here."""
-    (_, _, value, logits), options = large_call(**TOO_LARGE[case])
-    value, logits = torch.zeros(1).expand(value.shape), torch.zeros(1).expand(logits.shape)
-    output = torch.zeros(1).expand(*logits.shape[:4], 4)
-    with pytest.raises(RuntimeError, match="attn_plugins: "):
-        emulated.forward_(None, None, value, logits, output, output[..., 0], options.numbers(), False, 1.0)
+FAR = [dict(padding=(2**40, 0)), dict(stride=(2**30, 1)), dict(dilation=(2**32, 2**33)), dict(dilation=(5, 7))]
+
+
+@pytest.mark.parametrize("case", FAR, ids=str)
+@pytest.mark.parametrize("zero_border", [False, True], ids=["exclude", "zero"])
+def test_windows_beyond_the_map(compute, case, zero_border):
+    compare(compute, *problem(**case, B=1, zero_border=zero_border))
