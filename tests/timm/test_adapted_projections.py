@@ -6,19 +6,20 @@ import pytest
 import timm
 import torch
 from accelerate import cpu_offload
+from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from torch import Tensor, nn
 
 from attn_plugins.timm import accelerate
-from tests.helpers.small_vits import build, open_gates, picture
+from tests.helpers.small_vits import build, picture
 
 SWIN = dict(img_size=(48, 64), window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), num_classes=5)
 SAM = dict(img_size=48, patch_size=8, embed_dim=16, depth=2, num_heads=2, window_size=3, global_attn_indexes=(1,))
+MVIT = MultiScaleVitCfg(embed_dim=16, num_heads=1, depths=(1, 1))
 OTHERS: dict[str, tuple[str, dict]] = {
     "swin": ("swin_tiny_patch4_window7_224", SWIN),
     "swinv2": ("swinv2_tiny_window8_256", SWIN),
     "sam": ("samvit_base_patch16", dict(SAM, num_classes=5)),
-    "mvit": ("mvitv2_tiny", dict(img_size=64, num_classes=5)),
-    "resnet": ("resnet50", dict(num_classes=5)),
+    "resnet": ("resnet50", dict(num_classes=5, layers=(1, 1, 1, 1))),
 }
 
 
@@ -29,6 +30,8 @@ def models(kind: str) -> tuple[nn.Module, nn.Module]:
         stock = build(None, dynamic_img_size=True)
     elif kind == "timesformer":
         stock, ours = build(None), build(None, name="timesformer_small_patch16_224", drop_path_rate=0.0)
+    elif kind == "mvit":
+        stock, ours = (MultiScaleVit(MVIT, img_size=64, num_classes=5).eval() for _ in range(2))
     else:
         name, options = OTHERS[kind.removeprefix("our ")]
         own = {"resnet": "attn0010_dcn_resnet50"}.get(kind, f"attn_{name}" if "our" in kind else name)
@@ -76,7 +79,7 @@ def image(kind: str) -> Tensor:
     return picture(64, 64) if kind == "mvit" else picture(48, 48) if kind == "sam" else picture()
 
 
-KINDS = ["vit attn1000", "vit attn1111", "vit attn_bilateral", "timesformer", *OTHERS, "our swin", "our swinv2"]
+KINDS = ["vit attn1000", "vit attn1111", "vit attn_bilateral", "timesformer", "mvit", *OTHERS, "our swin", "our swinv2"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,11 +100,3 @@ def test_ours_work_where_timms_do(kind, change):
     # A number between two steps of quantisation may round to either.
     tolerance = (expected - plain).abs().max().item() if change is quantised else 1e-4 * scale
     torch.testing.assert_close(change(ours)(x), expected, rtol=1e-3, atol=tolerance)
-
-
-@pytest.mark.parametrize("name", ["attn1111", "attn_bilateral"])
-@torch.no_grad()
-def test_added_terms_with_offloaded_weights(name):
-    model, x = open_gates(build(name)), picture()
-    expected = model(x)
-    torch.testing.assert_close(offloaded(model)(x), expected)

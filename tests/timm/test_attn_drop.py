@@ -15,20 +15,19 @@ from tests.helpers.small_vits import build, layers_of, open_gates, picture
 
 SWIN = dict(img_size=(48, 64), window_size=4, embed_dim=16, depths=(2, 2), num_heads=(2, 4), num_classes=5)
 SPACE = dict(attn_layer=None, name="timesformer_small_patch16_224", pattern="space", drop_path_rate=0.0)
+
+
+def stock_and_ours(name: str) -> tuple[Callable[[], nn.Module], ...]:
+    return lambda: timm.create_model(name, **SWIN), lambda: timm.create_model(f"attn_{name}", **SWIN)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], ...]] = {  # timm's model and ours that equals it
     "vit": (lambda: build(None), lambda: build("attn1000")),
     "vit of all terms, gates closed": (lambda: build(None), lambda: build("attn1111")),
-    "swin": tuple(
-        lambda name=name: timm.create_model(name, **SWIN)
-        for name in ("swin_tiny_patch4_window7_224", "attn_swin_tiny_patch4_window7_224")
-    ),
-    "swinv2": tuple(
-        lambda name=name: timm.create_model(name, **SWIN)
-        for name in ("swinv2_tiny_window8_256", "attn_swinv2_tiny_window8_256")
-    ),
+    "swin": stock_and_ours("swin_tiny_patch4_window7_224"),
+    "swinv2": stock_and_ours("swinv2_tiny_window8_256"),
     "timesformer": (lambda: build(None), lambda: build(**SPACE)),
 }
-HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
 
 
 def drops_of(model: nn.Module) -> dict[str, Any]:
@@ -60,17 +59,22 @@ def test_extracted_attention(pair):
     close(dict(found), dict(expected))
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hooks_are_called(pair, hook):
-    records: list[list[str]] = []
-    for model in pair:
-        record: list[str] = []
-        for name, module in drops_of(model).items():
-            getattr(module, f"register_{hook}")(lambda *call, name=name, record=record: record.append(name))
-        model(picture().double()).sum().backward()
-        records.append(record)
-    assert records[0] == records[1]
-    assert len(records[0]) == len(drops_of(pair[0]))
+def test_hooks_are_called(pair):
+    """One kind of hook at a time, on all."""
+    for hook in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
+        records: list[list[str]] = []
+        for model in pair:
+            record: list[str] = []
+            handles = [
+                getattr(module, f"register_{hook}")(lambda *call, name=name, record=record: record.append(name))
+                for name, module in drops_of(model).items()
+            ]
+            model(picture().double()).sum().backward()
+            records.append(record)
+            for handle in handles:
+                handle.remove()
+        assert records[0] == records[1]
+        assert len(records[0]) == len(drops_of(pair[0]))
 
 
 class Halved(nn.Module):
@@ -109,17 +113,14 @@ def test_it_is_used(pair, change):
     close(outputs[1], outputs[0])
 
 
-@pytest.mark.parametrize("name", ["attn0000", "attn0010", "attn0101", "attn1111", "attn_bilateral", "attn_range7"])
+@pytest.mark.parametrize("name", ["attn0010", "attn1111", "attn_bilateral", "attn_range7"])
 @torch.no_grad()
 def test_weights_of_all_terms(name):
-    model, x = open_gates(build(name)), picture()
-    expected, inputs = model(x), []
-    handles = [
-        layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0])) for layer in layers_of(model)
-    ]
+    model, x, inputs = open_gates(build(name)), picture(), []
+    expected = model(x)
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
     weights = AttentionExtract(model, method="hook")(x)
-    for handle in handles:
-        handle.remove()
     for layer, tokens, found in zip(layers_of(model), inputs, weights.values()):
         close(found, layer.token_weights(tokens))
         assert found.shape == (2, 2, 13, 13)

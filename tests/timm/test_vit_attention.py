@@ -11,14 +11,15 @@ import timm
 import torch
 from timm.models import _registry
 from timm.models.vision_transformer import ATTN_LAYERS
-from torch import Tensor, nn
+from torch import nn
 
 from attn_plugins.timm import ViTAttention, vit_attention
 from attn_plugins.timm.vit_attention import LAYERS
 from tests.helpers.small_vits import SMALL, build, layers_of, open_gates, picture
 
 # timm lets us choose the ``attn_layer`` of these families only; others have no such argument.
-FAMILIES = ("vision_transformer", "deit", "naflexvit", "vision_transformer_hybrid", "vitamin")
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("vision_transformer", "vision_transformer_hybrid")]
+FAMILIES = ["deit", "naflexvit", "vitamin", *LARGE]
 # These do not use timm's Attention: attention and MLP are one layer, or the attention is differential.
 OTHER_BLOCKS = {
     "vit_base_patch16_xp_224", "vit_large_patch14_xp_224", "vit_huge_patch14_xp_224",
@@ -26,24 +27,18 @@ OTHER_BLOCKS = {
 }  # fmt: skip
 
 
-def models_of(family: str) -> list[str]:
-    return [name for name in timm.list_models() if _registry._model_to_module[name] == family]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_model_that_takes_an_attention_layer_takes_ours(family):
     logging.getLogger("timm").setLevel(logging.ERROR)
-    names, without = models_of(family), set()
+    names, without = [name for name in timm.list_models() if _registry._model_to_module[name] == family], set()
     assert names
     for name in names:
         with torch.device("meta"):
             model = timm.create_model(name, attn_layer="attn1111", depth=1)
-        layers = layers_of(model)
-        if not layers:
+        if not layers_of(model):
             without.add(name)
-        for layer in layers:
-            assert layer.places.model is model
-    assert without == {n for n in names if n in OTHER_BLOCKS}
+        assert all(layer.places.model is model for layer in layers_of(model))
+    assert without == {name for name in names if name in OTHER_BLOCKS}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -105,47 +100,19 @@ def test_pictures_of_other_sizes():
     torch.testing.assert_close(other(picture(32, 48)), small)
 
 
-def test_gradient_checkpointing_and_gradients():
-    model = open_gates(build("attn_bilateral", dynamic_img_size=True)).train()
-    model(picture()).square().sum().backward()
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    assert all(gradient.isfinite().all() for gradient in expected.values())
-    model.zero_grad()
-    model.set_grad_checkpointing()
-    model(picture()).square().sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name])
-
-
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "attn_vit_tiny_patch16_224"])
 def test_features_copies_and_pickles(name):
     options = {} if name.startswith("attn") else dict(attn_layer="attn1111")
     model = open_gates(timm.create_model(name, **options, **SMALL).eval())
-    features = timm.create_model(
-        "vit_tiny_patch16_224", attn_layer="attn1111", features_only=True, out_indices=(0, 1), **SMALL
-    )
+    features = timm.create_model(name, features_only=True, out_indices=(0, 1), **options, **SMALL)
     assert [tuple(f.shape) for f in features(picture())] == [(2, 32, 3, 4)] * 2
-    expected = model(picture())
-    twin = copy.deepcopy(model)
+    expected, twin, file = model(picture()), copy.deepcopy(model), io.BytesIO()
     assert all(layer.places.model is twin for layer in layers_of(twin))
     assert type(layers_of(twin)[0]) is type(layers_of(model)[0])
     torch.testing.assert_close(twin(picture()), expected)
-    file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     torch.testing.assert_close(torch.load(file, weights_only=False)(picture()), expected)
-
-
-def test_features_by_fx():
-    """With timm's feature extraction by torch.fx, the layer is a leaf."""
-    from timm.models._features_fx import create_feature_extractor
-
-    model = open_gates(build())
-    (features,) = create_feature_extractor(model, ["blocks.1"])(picture()).values()
-    seen: list[Tensor] = []
-    model.blocks[1].register_forward_hook(lambda module, inputs, output: seen.append(output))
-    model(picture())
-    torch.testing.assert_close(features, seen[0])
 
 
 @pytest.mark.slow
