@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmdet.structures import DetDataSample
+from mmdet.structures.mask import BitmapMasks
 from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.structures import InstanceData, PixelData
+from mmseg.structures import SegDataSample
 
 ROOT = Path(__file__).parents[2]
 MMDET_TOOLS = Path(importlib.util.find_spec("mmdet").origin).parent / ".mim/tools"
@@ -35,6 +39,42 @@ def without_downloads(config: Any) -> Any:
         if isinstance(init, dict) and init.get("type") == "Pretrained":
             node["init_cfg"] = None
     return config
+
+
+def narrow(config: Any) -> Any:
+    """Narrow a full ResNet before a neck to a quarter of its channels, and let masks be compared at fewer points."""
+    model = config.model
+    if "num_points" in (model.get("train_cfg") or {}):
+        model.train_cfg.num_points = 500
+    if "neck" in model and model.backbone.type == "ResNet" and "base_channels" not in model.backbone:
+        model.backbone.base_channels = 16
+        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
+        if "roi_head" in model:
+            model.roi_head.bbox_head.fc_out_channels = 64
+    return config
+
+
+def demo_batch(toolkit: str, size: tuple[int, int], count: int = 1, classes: int = 80) -> dict[str, list]:
+    """Return random pictures with two labelled objects each, in the format of mmdet's or mmseg's collate function."""
+    H, W = size
+    shapes = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size)
+    labels, masks = torch.tensor([3, 7]) % classes, torch.zeros(2, H, W, dtype=torch.bool)
+    masks[0, H // 10 : H // 2, W // 6 : W // 2] = masks[1, H // 2 : H - 6, W // 2 : W - 8] = True
+    labelled = (labels[:, None, None] * masks).sum(0, keepdim=True)
+    batch: dict[str, list] = dict(inputs=[], data_samples=[])
+    for _ in range(count):
+        batch["inputs"].append(torch.randint(0, 256, (3, H, W), dtype=torch.uint8))
+        if toolkit == "mmseg":
+            sample: Any = SegDataSample(metainfo=dict(shapes), gt_sem_seg=PixelData(data=labelled))
+        else:
+            sample = DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0), img_id=0))
+            boxes = torch.tensor([[W // 6, H // 10, W // 2, H // 2], [W // 2, H // 2, W - 8, H - 6]]).float()
+            bitmaps = BitmapMasks(masks.numpy().astype("uint8"), H, W)
+            sample.gt_instances = InstanceData(bboxes=boxes, labels=labels, masks=bitmaps)
+            sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+            sample.gt_sem_seg = PixelData(sem_seg=labelled)
+        batch["data_samples"].append(sample)
+    return batch
 
 
 def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> OptimWrapper:

@@ -49,7 +49,7 @@ def recorded_operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
         return ((torch.arange(count) * factor % 257).double() / 128 - 1).view(shape)
 
     offset = numbers(B, 2 * D * K * K, *size, factor=83)
-    offset = (3.5 * offset).round() if offsets == "whole" else torch.zeros_like(offset)
+    offset = {"zero": 0 * offset, "whole": (3.5 * offset).round(), "between": 3.5 * offset}[offsets]
     leaves = [
         numbers(B, C, H, W, factor=101),
         offset,

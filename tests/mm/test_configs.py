@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from mmdet.registry import MODELS
-from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData, PixelData
 
 from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
-from tests.mm.mm_helpers import ROOT, training_step, without_downloads, without_gradient
+from tests.mm.mm_helpers import ROOT, demo_batch, narrow, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
 SIZE = (96, 128)
@@ -32,38 +30,9 @@ def load(path: Path) -> Config:
     return narrow(without_downloads(config))
 
 
-def narrow(config: Config) -> Config:
-    """Narrow a full ResNet before a neck to a quarter of its channels, and let masks be compared at fewer points."""
-    model = config.model
-    if "num_points" in (model.get("train_cfg") or {}):
-        model.train_cfg.num_points = 500
-    if "neck" in model and model.backbone.type == "ResNet" and "base_channels" not in model.backbone:
-        model.backbone.base_channels = 16
-        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
-        if "roi_head" in model:
-            model.roi_head.bbox_head.fc_out_channels = 64
-    return config
-
-
 def picture(config: Config) -> dict:
-    """Return a batch of one random picture with two objects, in the format of mmdet's collate function."""
-    generator = torch.Generator().manual_seed(0)
-    sample = DetDataSample(
-        metainfo=dict(img_shape=SIZE, ori_shape=SIZE, scale_factor=(1.0, 1.0), img_id=0, pad_shape=SIZE)
-    )
-    boxes = torch.tensor([[10.0, 12.0, 60.0, 50.0], [70.0, 20.0, 120.0, 90.0]])
     classes = config.train_dataloader.dataset.get("metainfo", {}).get("classes", range(80))
-    sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.tensor([1, 3]) % len(classes))
-    panoptic = config.model.get("panoptic_head") is not None
-    if panoptic or config.model.get("roi_head", {}).get("mask_head") is not None:
-        from mmdet.structures.mask import BitmapMasks
-
-        sample.gt_instances.masks = BitmapMasks(torch.ones(2, *SIZE, dtype=torch.uint8).numpy(), *SIZE)
-    if panoptic:
-        sample.gt_sem_seg = PixelData(sem_seg=torch.ones(1, *SIZE, dtype=torch.long))
-    sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
-    image = torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8)
-    return dict(inputs=[image], data_samples=[sample])
+    return demo_batch("mmdet", SIZE, classes=len(classes))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -8,44 +8,24 @@ import mmcv.ops
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from attn_plugins import mmcv_ext, ops
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.ops.deform_conv.edge_rule import on_edge, without_edge_gradients
 from tests.mm import mmcv_deform_conv
 from tests.mm.drop_in_helpers import STOCK, drop_in
-from tests.mm.mmcv_deform_conv import PEERS, RECORDED, RECORDED_CASES, by_torchvision, case_name, offset_gradient, peer
+from tests.mm.mmcv_deform_conv import (
+    PEERS,
+    RECORDED,
+    RECORDED_CASES,
+    RECORDED_GEOMETRIES,
+    by_torchvision,
+    case_name,
+    offset_gradient,
+    peer,
+    recorded_operands,
+)
 from tests.mm.mmcv_ext_helpers import extension
-
-# (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
-GEOMETRIES = {
-    "padding": (2, 4, 5, 7, 4, 3, 1, 1, 1, 1, 1),
-    "groups": (2, 8, 5, 6, 4, 3, 1, 1, 1, 2, 4),
-    "stride and dilation": (1, 6, 11, 8, 3, 3, 2, 2, 2, 3, 2),
-    "even kernel": (1, 2, 4, 5, 3, 2, 1, 1, 1, 1, 1),
-    "wide padding": (1, 2, 4, 5, 3, 3, 1, 3, 1, 1, 1),
-}
-OFFSETS = {
-    "zero": torch.zeros,
-    "whole": lambda *shape: torch.randint(-3, 4, shape),  # onto pixels, -1, H and W, and beyond
-    "random": lambda *shape: 2 * torch.randn(shape),
-}
-
-
-def operands(name: str, offsets: str) -> tuple[list[Tensor], Tensor]:
-    """Return input, offset, weight, mask, bias and the gradient of the output, in float64."""
-    B, C, H, W, C_out, K, stride, padding, dilation, groups, D = GEOMETRIES[name]
-    torch.manual_seed(0)
-    size = [(n + 2 * padding - dilation * (K - 1) - 1) // stride + 1 for n in (H, W)]
-    leaves = [
-        torch.randn(B, C, H, W),
-        OFFSETS[offsets](B, 2 * D * K * K, *size),
-        torch.randn(C_out, C // groups, K, K),
-        torch.rand(B, D * K * K, *size),
-        torch.randn(C_out),
-    ]
-    return [leaf.double().requires_grad_() for leaf in leaves], torch.randn(B, C_out, *size).double()
 
 
 def our_deform_conv2d(input, offset, weight, stride, padding, dilation, *_):
@@ -61,12 +41,12 @@ def our_modulated_deform_conv2d(input, offset, mask, weight, bias, stride, paddi
 
 
 @pytest.mark.parametrize("kind", PEERS)
-@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("name", RECORDED_GEOMETRIES)
 def test_gradients_equal_those_of_mmcvs_operator(name, kind):
     theirs = mmcv.ops if kind == "compiled mmcv" else mmcv_deform_conv
-    _, _, _, _, _, _, *geometry = GEOMETRIES[name]
-    for offsets in OFFSETS:
-        (input, offset, weight, mask, bias), grad = operands(name, offsets)
+    geometry = RECORDED_GEOMETRIES[name][6:]
+    for offsets in ("zero", "whole", "between"):
+        (input, offset, weight, mask, bias), grad = recorded_operands(name, offsets)
         for leaves, (our_function, their_function) in (
             ([input, offset, weight], (our_deform_conv2d, theirs.deform_conv2d)),
             ([input, offset, mask, weight, bias], (our_modulated_deform_conv2d, theirs.modulated_deform_conv2d)),
@@ -91,12 +71,12 @@ def test_positions_are_rounded_as_the_kernels_round_them():
 
 def test_second_gradients():
     """No gradient reaches an offset on the border again: its slope is the constant 0."""
-    (input, offset, weight, mask, bias), _ = operands("even kernel", "random")
+    (input, offset, weight, mask, bias), _ = recorded_operands("even kernel, wide padding", "between")
     offset = torch.where(torch.rand(offset.shape) < 0.3, 0, offset).detach().requires_grad_()
-    output = our_modulated_deform_conv2d(input, offset, mask, weight, bias, 1, 1, 1)
+    output = our_modulated_deform_conv2d(input, offset, mask, weight, bias, 1, 2, 1)
     (first,) = torch.autograd.grad(output.square().sum(), offset, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), offset)
-    edge = on_edge(offset, (2, 2), (1, 1), (1, 1), (1, 1))
+    edge = on_edge(offset, (2, 2), (1, 1), (2, 2), (1, 1))
     assert edge.any()
     assert not first[edge].any()
     assert not second[edge].any()

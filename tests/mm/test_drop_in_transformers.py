@@ -11,23 +11,18 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.models.layers.transformer.deformable_detr_layers import DeformableDetrTransformerEncoderLayer
 from mmdet.registry import MODELS as MMDET_MODELS
-from mmdet.structures import DetDataSample
-from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData, PixelData
 from mmengine.utils import get_installed_path
 from mmseg.registry import MODELS as MMSEG_MODELS
-from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.profiler import profile
 
 from tests.helpers.operator_checks import relative_error
 from tests.mm.drop_in_helpers import drop_in, stock_layers  # noqa: F401 - a fixture
-from tests.mm.mm_helpers import dictionaries, without_downloads
+from tests.mm.mm_helpers import demo_batch, dictionaries, without_downloads
 
 H, W = 96, 128
 MMDET = [
@@ -92,26 +87,6 @@ def build(package: str, name: str) -> nn.Module:
     return model
 
 
-def batch(package: str) -> dict[str, list]:
-    shapes = dict(img_shape=(H, W), ori_shape=(H, W), pad_shape=(H, W), batch_input_shape=(H, W))
-    generator = torch.Generator().manual_seed(0)
-    picture = torch.randint(0, 256, (3, H, W), generator=generator, dtype=torch.uint8)
-    masks = torch.zeros(2, H, W, dtype=torch.bool)
-    masks[0, 10:50, 20:70], masks[1, 40:90, 60:120] = True, True
-    labels = torch.tensor([3, 7])
-    segmented = PixelData(sem_seg=(labels[0] * masks[0] + labels[1] * (masks[1] & ~masks[0])).long()[None])
-    if package == "mmseg":
-        sample = SegDataSample(metainfo=shapes, gt_sem_seg=PixelData(data=segmented.sem_seg))
-    else:
-        sample = DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0), img_id=0))
-        boxes = torch.tensor([[20.0, 10, 70, 50], [60, 40, 120, 90]])
-        masks = BitmapMasks(masks.numpy().astype("uint8"), H, W)
-        sample.gt_instances = InstanceData(bboxes=boxes, labels=labels, masks=masks)
-        sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
-        sample.gt_sem_seg = segmented
-    return dict(inputs=[picture], data_samples=[sample])
-
-
 def flat(result: Any) -> list[Tensor]:
     if isinstance(result, Tensor):
         return [result]
@@ -122,14 +97,14 @@ def flat(result: Any) -> list[Tensor]:
 def run(model: nn.Module, package: str) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
     """Return the model's output for an image, or losses and gradients of a training step, with fixed random numbers."""
     torch.manual_seed(1)
-    data = model.eval().data_preprocessor(batch(package), False)
+    data = model.eval().data_preprocessor(demo_batch(package, (H, W)), False)
     with torch.no_grad():
         if package == "mmdet":
             output = flat(model(**data, mode="tensor"))
         else:  # mmseg's heads need the samples, which mode "tensor" does not pass on
             output = [sample.seg_logits.data for sample in model(**data, mode="predict")]
     torch.manual_seed(1)
-    data = model.train().data_preprocessor(batch(package), True)
+    data = model.train().data_preprocessor(demo_batch(package, (H, W)), True)
     losses = model(**data, mode="loss")
     model.zero_grad()
     sum(t.sum() for name, t in losses.items() if "loss" in name for t in flat(t)).backward()
@@ -265,23 +240,20 @@ def test_who_drops_or_looks_at_weights_gets_upstreams():
     assert seen == [(4, 3, 25, 25)] * 2
 
 
-class EncoderLayer(nn.Module):
+class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        attention = dict(embed_dims=16, num_heads=2, num_levels=2, batch_first=True)
-        ffn = dict(embed_dims=16, feedforward_channels=32)
-        self.layer = DeformableDetrTransformerEncoderLayer(self_attn_cfg=attention, ffn_cfg=ffn)
+        self.layer = MultiScaleDeformableAttention(16, 2, num_levels=2, batch_first=True)
 
-    def forward(self, query: Tensor, query_pos: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-        beside = dict(spatial_shapes=spatial_shapes, reference_points=reference_points, level_start_index=None)
-        return self.layer(query, query_pos, key_padding_mask=None, **beside)
+    def forward(self, query: Tensor, points: Tensor, shapes: Tensor) -> Tensor:
+        return self.layer(query, reference_points=points, spatial_shapes=shapes, level_start_index=None)
 
 
-def test_an_encoder_layer_is_exported_for_any_batch():
+def test_a_layer_is_exported_for_any_batch():
     """mmdet passes the levels' sizes as a Tensor, whose values an exporter does not know."""
     drop_in.replace()
     torch.manual_seed(0)
-    layer, shapes, batch = EncoderLayer().eval(), torch.tensor(((5, 7), (3, 4))), {0: torch.export.Dim.AUTO}
-    few, many = ((torch.randn(B, 47, 16), torch.randn(B, 47, 16), torch.rand(B, 47, 2, 2), shapes) for B in (2, 3))
-    program = torch.export.export(layer, few, dynamic_shapes=(batch, batch, batch, None))
+    layer, shapes, batch = Layer().eval(), torch.tensor(((5, 7), (3, 4))), {0: torch.export.Dim.AUTO}
+    few, many = ((torch.randn(B, 47, 16), torch.rand(B, 47, 2, 2), shapes) for B in (2, 3))
+    program = torch.export.export(layer, few, dynamic_shapes=(batch, batch, None))
     torch.testing.assert_close(program.module()(*many), layer(*many))

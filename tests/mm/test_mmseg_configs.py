@@ -10,14 +10,12 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.structures import PixelData
 from mmseg.registry import MODELS
-from mmseg.structures import SegDataSample
 
 from attn_plugins import modules
 from attn_plugins.mmcv.boundary import BoundaryMetric
 from attn_plugins.modules.tokens.deformable_attention import SampledAttention
-from tests.mm.mm_helpers import ROOT, dictionaries, training_step, without_downloads, without_gradient
+from tests.mm.mm_helpers import ROOT, demo_batch, dictionaries, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmseg").glob("*/*.py"))
 SIZE = (48, 64)
@@ -66,19 +64,6 @@ def quarter(node: Any) -> None:
             part[key] = [n // 4 for n in value] if isinstance(value, (list, tuple)) else value // 4
 
 
-def pictures(classes: int) -> dict:
-    """Return a batch of two random labelled pictures, in the format of mmseg's collate function."""
-    generator = torch.Generator().manual_seed(0)
-    samples, images = [], []
-    for _ in range(2):
-        sample = SegDataSample(metainfo=dict(img_shape=SIZE, ori_shape=SIZE, pad_shape=SIZE, scale_factor=(1.0, 1.0)))
-        labels = torch.randint(0, classes, (1, *SIZE), generator=generator)
-        sample.gt_sem_seg = PixelData(data=labels)
-        samples.append(sample)
-        images.append(torch.randint(0, 256, (3, *SIZE), generator=generator, dtype=torch.uint8))
-    return dict(inputs=images, data_samples=samples)
-
-
 def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, OURS)}
 
@@ -100,12 +85,12 @@ def test_a_config_trains_and_infers(path):
     expected = next((kind for prefix, kind in LAYER_OF.items() if path.name.startswith(prefix)), None)
     assert expected is None or any(issubclass(kind, expected) for kind in kinds)
     assert bool(kinds) != path.name.startswith(PLAIN)
-    training_step(model, config.optim_wrapper, pictures(classes))
+    training_step(model, config.optim_wrapper, demo_batch("mmseg", SIZE, 2, classes))
     assert not without_gradient(model, OURS)
 
     model.eval()
     with torch.no_grad():
-        results = model.test_step(pictures(classes))
+        results = model.test_step(demo_batch("mmseg", SIZE, 2, classes))
     assert [tuple(result.pred_sem_seg.data.shape) for result in results] == [(1, *SIZE)] * 2
 
 
@@ -121,7 +106,7 @@ def test_an_inserted_layer_changes_nothing_at_first():
         assert all(name.startswith("decode_head.sep_bottleneck.1.") for name in missing)
         assert torch.equal(model(x, mode="tensor"), plain(x, mode="tensor"))
         model.train()
-        training_step(model, config.optim_wrapper, pictures(2))
+        training_step(model, config.optim_wrapper, demo_batch("mmseg", SIZE, 2, 2))
         assert model.decode_head.sep_bottleneck[1].gate.abs() > 0
 
 

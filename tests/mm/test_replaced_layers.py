@@ -535,7 +535,6 @@ def printed() -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in rows if cells[0] in LAYERS}
 
 
-@pytest.mark.sampled(len(LAYERS) * len(COLUMNS))
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_cell(name, column):
