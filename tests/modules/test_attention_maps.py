@@ -22,6 +22,7 @@ from attn_plugins.modules import (
     MultiheadSpatialAttention,
     NonLocal2d,
     SpatialSelfAttention,
+    attention_layers,
     capture_attention,
 )
 from attn_plugins.modules.common.capture import softmax_over_keys
@@ -188,8 +189,11 @@ def one_term(whole: nn.Module, single: nn.Module) -> nn.Module:
     return single.double().eval()
 
 
-@pytest.mark.parametrize("options", [{}, dict(spatial_range=3), dict(q_stride=2, kv_stride=2)])
-@pytest.mark.parametrize("name", TERMS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("content", dict(q_stride=2, kv_stride=2)), ("content_position", dict(spatial_range=3)), ("saliency", {}),
+     ("position", dict(spatial_range=3)), ("position", dict(q_stride=2, kv_stride=2)), ("content_position", {})],
+)  # fmt: skip
 def test_a_term_of_generalized_attention_is_that_of_its_own_module(name, options):
     whole = drawn(GeneralizedAttention2d(8, 2, **options))
     single = one_term(whole, GeneralizedAttention2d(8, 2, TERMS[name], **options))
@@ -226,24 +230,20 @@ def test_both_parts_of_an_augmented_convolution():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, dict(causal=True), dict(attention_range=3), dict(causal=True, attention_range=5)]
-)
-@pytest.mark.parametrize("attention_type", ["1111", "0111", "1010", "0011", "0010", "0100"])
+    ("attention_type", "options"),
+    [("1111", {}), ("0111", dict(causal=True)), ("1010", dict(attention_range=3)), ("0010", {}),
+     ("0011", dict(causal=True, attention_range=5)), ("0100", dict(attention_range=3))],
+)  # fmt: skip
 def test_sequences(attention_type, options):
     layer = drawn(MultiheadSpatialAttention(8, 2, attention_type, **options))
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-    padding = torch.zeros(2, 6, dtype=torch.bool)
-    padding[1, -2:] = True
-    maps = layer.attention_maps(x, key_padding_mask=padding)
-    logits = layer.attention_logits(x, key_padding_mask=padding)
+    x, given = torch.randn(2, 6, 8, dtype=torch.float64), dict(key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))
+    given["key_padding_mask"][1, -2:] = True
+    logits = layer.attention_logits(x, **given)
     assert list(logits) == [name for name, bit in zip(TERMS, attention_type) if bit == "1"]
-    assert all(part.shape == maps.shape for part in logits.values())
-    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
+    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), layer.attention_maps(x, **given))
     for name, part in logits.items():
         single = one_term(layer, MultiheadSpatialAttention(8, 2, TERMS[name], **options))
-        torch.testing.assert_close(softmax_over_keys(part), single.attention_maps(x, key_padding_mask=padding))
-    some = layer.attention_logits(x, key_padding_mask=padding, queries=torch.tensor([4, 0]))
-    torch.testing.assert_close(some[name], logits[name][:, :, [4, 0]])
+        torch.testing.assert_close(softmax_over_keys(part), single.attention_maps(x, **given))
 
 
 def test_the_source_of_cross_attention_padded_on_the_left():
@@ -255,18 +255,17 @@ def test_the_source_of_cross_attention_padded_on_the_left():
     torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("outside", "smoothing"), [("zero", "sqrt_d"), ("-inf", "sqrt_d"), ("learned", "zscore")])
+@pytest.mark.parametrize(
+    ("outside", "smoothing", "causal"),
+    [("zero", "sqrt_d", False), ("-inf", "sqrt_d", True), ("learned", "zscore", False), ("learned", "zscore", True)],
+)
 def test_bilateral_sequences(outside, smoothing, causal):
     layer = drawn(BilateralSelfAttention(8, 2, 3, outside, smoothing, causal))
-    x = torch.randn(2, 6, 8, dtype=torch.float64)
-    padding = torch.zeros(2, 6, dtype=torch.bool)
+    x, padding = torch.randn(2, 6, 8, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.bool)
     padding[0, -1] = True
     logits = layer.attention_logits(x, key_padding_mask=padding)
-    assert list(logits) == ["content", "position"]
-    torch.testing.assert_close(
-        softmax_over_keys(sum(logits.values())), layer.attention_maps(x, key_padding_mask=padding)
-    )
+    maps = layer.attention_maps(x, key_padding_mask=padding)
+    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
     nn.init.zeros_(layer.q_proj.weight)
     nn.init.zeros_(layer.q_proj.bias)
     torch.testing.assert_close(softmax_over_keys(logits["position"]), layer.attention_maps(x, key_padding_mask=padding))
@@ -290,17 +289,17 @@ def read_off(layer: SpatialSelfAttention, x: Tensor, **options) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "prefix", "masks"),
     [
-        {},
-        dict(attention_type="0110"),
-        dict(attention_type="1010", spatial_range=3),
-        dict(attention_type="1001", kernel_size=3),
-        dict(attention_type="1000", kernel_size=3, outside="-inf", smoothing="sqrt_d"),
+        ({}, 0, "none"),
+        ({}, 2, "padding"),
+        (dict(attention_type="0110"), 2, "bool"),
+        (dict(attention_type="1010", spatial_range=3), 2, "none"),
+        (dict(attention_type="1010", spatial_range=3), 0, "added"),
+        (dict(attention_type="1001", kernel_size=3), 2, "padding"),
+        (dict(attention_type="1000", kernel_size=3, outside="-inf", smoothing="sqrt_d"), 0, "bool"),
     ],
 )
-@pytest.mark.parametrize("prefix", [0, 2])
-@pytest.mark.parametrize("masks", ["none", "padding", "bool", "added"])
 def test_tokens(options, prefix, masks):
     layer = drawn(SpatialSelfAttention(8, 2, **options))
     T = prefix + 6
@@ -340,3 +339,33 @@ def test_parts_of_what_is_captured():
     product = parts["content"] * parts["position"]  # the normalised product of softmaxes is the softmax of the sum
     torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), captured["layer"].maps(queries))
     assert captured["kernels"].parts() == captured["plain"].parts() == {}  # a single term has no parts
+
+
+def test_what_is_captured_is_what_the_layer_computes():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        AAConv2d(3, 8, 3, 4, 4, 2, position="none"),
+        nn.ReLU(),
+        nn.Sequential(AAConv2d(8, 8, 3, 4, 4, 2, 2, position="none")),
+    ).eval()
+    x, inputs = torch.randn(2, 3, 8, 12), {}
+    handle = model[2][0].register_forward_pre_hook(lambda _, given: inputs.update(x=given[0]))
+    expected = model(x)
+    handle.remove()
+    with capture_attention(model, ["2.*"]) as captured, torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+        assert [name for name, m in model.named_modules() if m._forward_pre_hooks] == list(captured) == ["2.0"]
+    maps = captured["2.0"].maps()
+    assert captured["2.0"].size == (4, 6)
+    torch.testing.assert_close(maps, model[2][0].attention_maps(inputs["x"]))
+    some = captured["2.0"].maps(torch.tensor([[0, 5], [3, 1]]))
+    torch.testing.assert_close(some, torch.stack([maps[:, :, 0, 5], maps[:, :, 3, 1]], 2))
+    assert list(attention_layers(model)) == ["0", "2.0"]
+    assert not attention_layers(nn.Sequential(AAConv2d(3, 8, 3, 0, 0, 2), VARIANTS["NonLocal2d, dot product"]()))
+    with pytest.raises(RuntimeError), capture_attention(model):
+        model(torch.randn(1, 5, 8, 8))
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    with pytest.raises(ValueError, match="got Linear without any"), capture_attention(nn.Linear(1, 1)):
+        pass
+    with pytest.raises(ValueError, match=r"none is called 'stage\*': 0, 2.0"), capture_attention(model, "stage*"):
+        pass

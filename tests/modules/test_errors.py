@@ -10,8 +10,6 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 
 from attn_plugins import modules
-from attn_plugins.modules.common.checks import check_heads, one_of, pair, positive
-from attn_plugins.modules.maps.non_local_block import Mode
 from tests.helpers.module_inputs import inputs
 from tests.helpers.public_modules import MODULES, OPTIONS, VARIANTS
 
@@ -167,24 +165,6 @@ def test_a_wrong_input_is_named(name):
     for value, error, message in wrong.values():
         with pytest.raises(error, match=message):
             module(value, *rest, **kwargs)
-
-
-def test_checks_that_constructors_share():
-    positive(a=1)
-    pair("size", 2)
-    check_heads(8, 2, 0.0)
-    for mode in get_args(Mode):
-        one_of(Mode, mode=mode)
-    for check, message in (
-        (lambda: positive(a=0), "a must be a positive int, got 0"),
-        (lambda: pair("size", 0), "size must be an int or two ints, each at least 1, got 0"),
-        (lambda: pair("size", (1, 2, 3)), r"two ints, each at least 1, got \(1, 2, 3\)"),
-        (lambda: check_heads(6, 4, 0.0), "num_heads must divide embed_dim = 6, got 4"),
-        (lambda: check_heads(6, 3, 1.0), "dropout must be at least 0 and below 1, got 1.0"),
-        (lambda: one_of(Mode, mode="softmax"), "^mode must be one of gaussian, embedded_gaussian, dot_product, conc"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            check()
 
 
 @pytest.mark.parametrize(

@@ -67,17 +67,10 @@ def test_weights_and_dropout_are_of_what_the_operator_computes(kind):
     torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
     torch.testing.assert_close(mixed(logits, weights).expand_as(output), output)
     torch.testing.assert_close(attend(logits, dropout=1e-12).expand_as(output), output)
-    draws = torch.stack([attend(logits, dropout=0.5) for _ in range(200)])
-    error = draws.std(0) / math.sqrt(200)
-    assert ((draws.mean(0) - output).abs() < 6 * error + 1e-9).all()
+    draws = torch.stack([attend(logits, dropout=0.5) for _ in range(100)])
+    assert ((draws.mean(0) - output).abs() < 0.6 * draws.std(0) + 1e-9).all()  # six standard errors of the mean
     assert draws.std(0).max() > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_parts_add_up(kind):
-    logits = KINDS[kind]()
-    found = parts(logits)
-    if found:
+    if found := parts(logits):
         total = torch.stack([summed(part).expand_as(summed(logits)) for part in found.values()]).sum(0)
         torch.testing.assert_close(total, summed(logits))
 

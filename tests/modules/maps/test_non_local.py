@@ -232,3 +232,10 @@ def test_mmcv_checkpoints_load_within_models():
         nn.init.zeros_(parameter)
     loader.load_state_dict(model, weights, strict=True)
     torch.testing.assert_close(ours(x), theirs(x))
+
+
+def test_starts_as_mmcv_does():
+    ours = NonLocal2d(64, mode="concatenation")
+    for name in ("g", "theta", "phi"):
+        assert getattr(ours, name).weight.std().item() == pytest.approx(0.01, rel=0.3)
+        assert not getattr(ours, name).bias.any()

@@ -45,15 +45,6 @@ def test_grouped_qkv_are_views_of_the_projection():
     assert gradgradcheck(flat, (projected,))
 
 
-def test_a_part_without_a_gradient_has_zeros():
-    projected = torch.randn(2, 4, 6, requires_grad=True)
-    (query, _, value), _ = grouped_qkv(projected, [1, 1], 1)
-    (query.sum() + 2 * value.sum()).backward()
-    expected = torch.zeros(2, 4, 6)
-    expected[0, :, :2], expected[0, :, 4:] = 1, 2
-    assert torch.equal(projected.grad, expected)
-
-
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("name", ["reorder", "grouped_qkv", "one part"])
 def test_torch_func_and_batched_gradients(name):

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from attn_plugins import ops
-from attn_plugins.modules import WindowSelfAttention
+from attn_plugins.modules import WindowSelfAttention, capture_attention
 from attn_plugins.modules.common import attention
 from attn_plugins.terms.sine_position import sine_encoding
 from tests.helpers.module_inputs import drawn
@@ -252,6 +252,48 @@ def test_attention_maps_give_the_output(window, version, options):
         torch.testing.assert_close(module.attention_maps(x, queries), maps[:, :, queries[:, 0], queries[:, 1]])
 
 
+PARTS = {
+    "table": (dict(), ["content", "table"]),
+    "v2": (dict(version="v2"), ["content", "table"]),
+    "sum": (dict(position="table+relative"), ["content", "content_position", "position", "table"]),
+    "bilateral": (dict(position="bilateral", kernel_size=3), ["content", "predicted"]),
+    "none": (dict(position="none"), []),
+    "centred": (dict(window="centred", window_size=3, shift_size=0), ["content", "positions"]),
+    "centred, none": (dict(window="centred", window_size=3, shift_size=0, position="none"), []),
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_the_product_of_the_parts_makes_the_weights(kind):
+    options, names = PARTS[kind]
+    module, x = layer(**{"window_size": (2, 3), "shift_size": (1, 1), **options}), tokens((4, 6))  # no padding
+    with capture_attention(nn.ModuleDict({"layer": module})) as captured, torch.no_grad():
+        module(x)
+    maps, parts = captured["layer"].maps(), captured["layer"].parts()
+    assert list(parts) == names
+    queries = torch.tensor([[3, 5], [0, 1]])
+    for name, part in captured["layer"].parts(queries).items():
+        torch.testing.assert_close(part, parts[name][:, :, [3, 0], [5, 1]])
+        torch.testing.assert_close(part.sum((-2, -1)), torch.ones_like(part[..., 0, 0]))
+    if parts:  # the normalised product of softmaxes is the softmax of the sum
+        product = torch.stack(list(parts.values())).prod(0)
+        torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), maps)
+        with pytest.raises(ValueError, match="queries must lie on the map"):
+            captured["layer"].parts(torch.tensor([[4, 0]]))
+
+
+def test_each_part_is_what_it_is_without_the_others():
+    options = dict(window_size=(2, 3), shift_size=(1, 1))
+    module, x = layer(**options), tokens((3, 5))  # with padding
+    parts = module.attention_parts(x)
+    plain = layer(position="none", **options)
+    plain.load_state_dict({name: value for name, value in module.state_dict().items() if "table" not in name})
+    torch.testing.assert_close(parts["content"], plain.attention_maps(x))
+    nn.init.zeros_(module.qkv.weight[:C])
+    nn.init.zeros_(module.qkv.bias[:C])
+    torch.testing.assert_close(parts["table"], module.attention_maps(x))
+
+
 def test_windows_share_masks(monkeypatch):
     """One call covers a map of any size, with a number for each token of a map's windows.
 
@@ -265,14 +307,14 @@ def test_windows_share_masks(monkeypatch):
         return ops.sequence_attention(*args, position_logits=position_logits, **kwargs)
 
     monkeypatch.setattr(attention, "sequence_attention", watched)
-    layer(window_size=3, shift_size=1)(tokens((12, 15)))
-    assert seen == [(40, (1, M, 9, 9)), (20, 9)]
-    seen.clear()
-    layer(window_size=3, shift_size=1, position="bilateral")(tokens((12, 15)))
-    assert seen == [(2 * n, (2 * n, M, 9, 9)) for n in (12, 3, 4, 1)]
-    seen.clear()
-    layer(window_size=3)(tokens((12, 15)))
-    assert seen == [(40, (1, M, 9, 9))]
+    for options, expected in (
+        (dict(shift_size=1), [(40, (1, M, 9, 9)), (20, 9)]),
+        (dict(shift_size=1, position="bilateral"), [(2 * n, (2 * n, M, 9, 9)) for n in (12, 3, 4, 1)]),
+        ({}, [(40, (1, M, 9, 9))]),
+    ):
+        seen.clear()
+        layer(window_size=3, **options)(tokens((12, 15)))
+        assert seen == expected
 
 
 @pytest.mark.parametrize(
