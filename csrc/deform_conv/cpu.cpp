@@ -162,6 +162,7 @@ struct CpuKernels {
 
   // Rows are faster to write than planes: a whole vector of channels at a time.
   static bool writes_planes(const Geometry&, int64_t) { return false; }
+  static bool reads_planes(const Geometry&, int64_t) { return false; }
   static int64_t images_per_copy(const Geometry& g, int64_t) { return g.N; }
   static void add_plane_bias(const Tensor&, const Tensor&) {}
 

@@ -65,10 +65,14 @@ struct CudaKernels {
     return divide_up(g.N, std::max<int64_t>(1, divide_up(g.N, images)));  // for chunks of equal size
   }
 
-  // True if the tiles of the products are aligned and few of them are cut off at the end of an image.
+  // True if the tiles of the products are aligned and few of them are cut off at the ends of images.
   static bool writes_planes(const Geometry& g, int64_t element_bytes) {
     const int64_t pixels = g.Ho * g.Wo;
-    return pixels * element_bytes % 16 == 0 && (pixels >= 1024 || pixels % 128 == 0);
+    return reads_planes(g, element_bytes) && (g.N == 1 || pixels >= 1024 || pixels % 128 == 0);
+  }
+
+  static bool reads_planes(const Geometry& g, int64_t element_bytes) {
+    return g.Ho * g.Wo * element_bytes % 16 == 0;
   }
 
   // Images whose channels-last copy takes an eighth of the memory of a block's columns, but at least

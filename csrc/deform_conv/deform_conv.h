@@ -75,6 +75,12 @@ inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, cons
   return view_of(rows, {g.groups, length, width}, {width, g.out_channels, 1}, start * g.out_channels);
 }
 
+// The same pixels of one image's planes (1, out_channels, Ho, Wo), whose channels are not neighbours.
+inline Tensor plane_rows(const Tensor& planes, int64_t start, int64_t length, const DeformConvGeometry& g) {
+  const int64_t width = g.out_channels / g.groups, pixels = g.Ho * g.Wo;
+  return view_of(planes, {g.groups, length, width}, {width * pixels, 1, pixels}, start);
+}
+
 // Drops the axis of groups if there is one group, so that products are plain matrix products.
 inline Tensor matrices(const Tensor& t) {
   return t.size(0) == 1 ? view_of(t, {t.size(1), t.size(2)}, {t.stride(1), t.stride(2)}) : t;
@@ -144,6 +150,8 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static void add_bias(rows, bias)                 rows (length, out_channels) += bias
 //   static bool writes_planes(g, element_bytes)
 //       True if products are written directly to an image's (out_channels, Ho, Wo).
+//   static bool reads_planes(g, element_bytes)
+//       True if products read the gradient of one image's output as it is, with transposed matrices.
 //   static int64_t images_per_copy(g, element_bytes) replaces images_per_chunk if writes_planes
 //   static void add_plane_bias(planes, bias)         planes (N, out_channels, Ho, Wo) += bias
 //   static void accumulate(sum, part)                sum += part, in accumulate_type
@@ -279,14 +287,19 @@ template <class Kernels>
 void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBackward& c,
                                  const Tensor& weight, bool needs_weight, DeformConvSums& sums) {
   const Tensor input = Kernels::channels_last(c.input);
-  const Tensor grad_output = reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
+  const bool planes =
+      g.N == 1 && c.grad_output.is_contiguous() && Kernels::reads_planes(g, input.element_size());
+  const Tensor grad_output =
+      planes ? c.grad_output
+             : reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
   const int64_t block = Kernels::block_pixels(g, input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
   const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
     // (G, length, out / G), or a matrix for one group
-    const Tensor grad_rows = g.groups > 1           ? group_rows(grad_output, start, length, g)
+    const Tensor grad_rows = planes                 ? matrices(plane_rows(grad_output, start, length, g))
+                             : g.groups > 1         ? group_rows(grad_output, start, length, g)
                              : length == g.pixels() ? grad_output
                                                     : narrowed(grad_output, 0, start, length);
     Tensor grad_columns, columns;

@@ -1,10 +1,12 @@
 """Count what the host does for one call of an operator on tiny tensors: ``python -m tools.bench.host``.
 
-Columns: functions of Python that are entered, those of C that Python calls, ATen operators (as the profiler sees them,
-the ones inside others as well), and the least of many times on one thread, in µs. ``--cuda`` runs the CUDA kernels of
-the two sampling operators in the emulator of ``tests/ops/emulation`` (it compiles for a minute): launches are those of
-our kernels plus ATen operators that launch one; ATen operators are counted on the CPU's tensors. Their times mean
-nothing and are left out.
+Columns: launches of kernels; ATen operators, as the profiler sees them, those within others as well; functions of
+Python that are entered, and those of C that Python calls; the least of many times on one thread, in µs.
+
+``--cuda`` counts the way to a GPU without one. The two sampling operators run their CUDA kernels in the emulator of
+``tests/ops/emulation``, which is compiled first (a minute); times there mean nothing and are left out. Triton's
+operators run on a device that launches nothing, whose times leave out the launches. ATen operators that launch a kernel
+on CUDA count as launches.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
+from attn_plugins.ops import criss_cross_attention
 from attn_plugins.ops.common.backends import never
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
@@ -37,6 +41,8 @@ EMULATED = {
     "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
     "deformable_attention": (ATTEND, cuda_attention.BACKEND),
 }
+TRITON = "sequence_attention", "global_attention", "criss-cross content"  # whose kernel takes no position logits
+WORK = OPERATORS | {TRITON[-1]: (OPERATORS["criss_cross_attention"][0][:3], criss_cross_attention)}
 COMPILED = {  # operators of the binary, and the emulator's
     "deform_conv2d_forward_kernel": "deform_conv2d",
     "deform_conv2d_backward_kernel": "deform_conv2d_backward",
@@ -57,7 +63,7 @@ class Count(NamedTuple):
 
 def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], Any]]:
     """Return a forward without gradients, and a forward with the backward of all gradients."""
-    shapes, call = OPERATORS[name]
+    shapes, call = WORK[name]
     leaves = [torch.rand(shape).to(dtype).requires_grad_() for shape in shapes]
     tensors = [leaf.detach() for leaf in leaves]
     ones = torch.ones_like(call(*tensors))
@@ -102,13 +108,19 @@ def _seconds(run: Callable[[], Any], calls: int) -> float:
     return time.perf_counter() - start
 
 
+@cache
+def _compile_emulator() -> None:
+    from tests.ops.emulation.kernels import EMULATION, load
+
+    with tempfile.TemporaryDirectory() as folder:
+        load(EMULATION / "sampling.cpp", Path(folder))
+
+
 @contextmanager
 def emulated() -> Iterator[Callable[[], int]]:
     """Let the emulator run the CUDA backends of :data:`EMULATED`; give the number of its launches so far."""
-    from tests.ops.emulation.kernels import EMULATION, load
-
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        load(EMULATION / "sampling.cpp", Path(folder))
+    with ExitStack() as stack:
+        _compile_emulator()
         operators, compiled = torch.ops.attn_plugins_emulated, torch.ops.attn_plugins
         for name, other in COMPILED.items():
             stack.enter_context(patch.object(compiled, name, getattr(operators, other)))
@@ -117,28 +129,36 @@ def emulated() -> Iterator[Callable[[], int]]:
         yield operators.launches
 
 
+@contextmanager
+def idle() -> Iterator[Callable[[], int]]:
+    """Let Triton's operators launch nothing; give the number of launches so far."""
+    from tests.helpers.idle_device import idle_device, new_device
+
+    launches: list[Any] = []
+    with idle_device(lambda *launch: launches.append(None), new_device()):
+        yield launches.__len__
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(OPERATORS)} (default: all)")
-    parser.add_argument("--cuda", action="store_true", help="count the emulated CUDA kernels")
+    parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
+    parser.add_argument("--cuda", action="store_true", help="count the way to a GPU")
     parser.add_argument("--dtype", default="float32", help="of the tensors (float32)")
     options = parser.parse_args(arguments)
-    names = options.names or list(EMULATED if options.cuda else OPERATORS)
     torch.set_num_threads(1)
     print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
-    with ExitStack() as stack:
-        launches = stack.enter_context(emulated()) if options.cuda else None
-        for name in names:
+    for name in options.names or ([*EMULATED, *TRITON] if options.cuda else OPERATORS):
+        way = nullcontext() if not options.cuda else idle() if name in TRITON else emulated()
+        with way as launches:
             for kind, run in passes(name, getattr(torch, options.dtype)).items():
-                counted, own = count(run, 0 if launches else 200), "-"
+                counted, own = count(run, 0 if options.cuda and name in EMULATED else 200), "-"
                 if launches:
                     before = launches()
                     run()
                     own = str(launches() - before + counted.launches)
                 us = "-" if counted.us is None else f"{counted.us:.0f}"
-                print(
-                    f"| {name}, {kind} | {own} | {counted.aten} | {counted.python} | {counted.c} | {us} |", flush=True
-                )
+                row = f"{name}, {kind}", own, counted.aten, counted.python, counted.c, us
+                print("|", " | ".join(map(str, row)), "|", flush=True)
     return 0
 
 

@@ -55,6 +55,8 @@ CASES = {
     "far offsets": dict(spread=1e9),
     "no images": dict(B=0),
     "no images of planes": dict(B=0, H=8, W=16),
+    "one image, planes without copies": dict(B=1, H=4, W=6, C=8, out=6, groups=2),
+    "one image of several blocks, planes without copies": dict(B=1, H=6, W=4, C=8, out=5),
     "products of several images, into planes": dict(B=3, H=8, W=16, C=8, out=5),
     "products of parts of images, into planes": dict(B=2, H=16, W=16, C=8, kernel=1, padding=0, groups=2, out=6),
 }
