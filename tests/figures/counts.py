@@ -267,6 +267,6 @@ VIEWS, SSV2_CLASSES = 3, 174  # spatial crops in the paper's cost of inference; 
 @cache
 def timesformers(pattern: str, frames: int, size: int) -> Counts:
     name, options = "timesformer_base_patch16_224", dict(pattern=pattern, num_frames=frames, img_size=size)
-    clip = executed(calls(timm_model(name, **options), 1, frames, 3, size, size)) / 1e12
-    millions = parameters(timm_model(name, **options, num_classes=SSV2_CLASSES)) / 1e6
-    return {"M parameters": millions, "TFLOPs of a clip": clip, "TFLOPs": VIEWS * clip}
+    model = timm_model(name, **options, num_classes=SSV2_CLASSES)
+    clip = executed(calls(model, 1, frames, 3, size, size)) / 1e12
+    return {"M parameters": parameters(model) / 1e6, "TFLOPs of a clip": clip, "TFLOPs": VIEWS * clip}

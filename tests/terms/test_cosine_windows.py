@@ -1,7 +1,8 @@
-"""Swin V2's log-spaced positions and scaled cosine attention: loops."""
+"""Sines of positions; Swin V2's log-spaced positions and scaled cosine attention: loops."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from attn_plugins.terms.cosine_scale import cosine_operands, cosine_scale
 from attn_plugins.terms.log_positions import log_coordinates
+from attn_plugins.terms.sine_position import sine_encoding
 
 
 @pytest.mark.parametrize("size, pretrained", [((3, 5), None), ((4, 6), (3, 5)), ((1, 3), None), ((2, 3), (1, 1))])
@@ -17,12 +19,11 @@ def test_coordinates(size, pretrained):
     ours = log_coordinates(size, pretrained)
     assert ours.shape == (2 * H - 1, 2 * W - 1, 2)
     scales = [max(s - 1, 1) for s in pretrained or size]
-    for i in range(2 * H - 1):
-        for j in range(2 * W - 1):
-            for axis, offset in enumerate((i - H + 1, j - W + 1)):
-                x = 8 * offset / scales[axis]
-                expected = math.copysign(math.log2(1 + abs(x)) / 3, x)
-                assert float(ours[i, j, axis]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    for i, j in itertools.product(range(2 * H - 1), range(2 * W - 1)):
+        for axis, offset in enumerate((i - H + 1, j - W + 1)):
+            x = 8 * offset / scales[axis]
+            expected = math.copysign(math.log2(1 + abs(x)) / 3, x)
+            assert float(ours[i, j, axis]) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 def test_products_are_scaled_cosines():
@@ -61,18 +62,25 @@ def test_half_precision(dtype):
         torch.testing.assert_close(half.float(), expected, rtol=2e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
+def test_sines():
+    offsets, width, wavelength = torch.tensor([-3, 0, 2]), 6, 100.0
+    encoding = sine_encoding(offsets, width, wavelength)
+    for n, offset in enumerate((-3, 0, 2)):
+        for i in range(width // 2):
+            angle = offset / wavelength ** (2 * i / width)
+            assert encoding[n, i].item() == pytest.approx(math.sin(angle), abs=1e-6)
+            assert encoding[n, width // 2 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
+
+
+def test_errors():
+    heads = torch.zeros(1, 2, 3, 4)
+    for call, message in (
         (lambda: log_coordinates((0, 3)), "size must be two ints"),
         (lambda: log_coordinates((3, 3), (3, 0)), "pretrained must be two ints"),
         (lambda: cosine_scale(torch.zeros(2), 0), "largest must be a positive scale, got 0"),
-        (
-            lambda: cosine_operands(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(3)),
-            r"logit_scale must have 2 elements, one per head, got \(3,\)",
-        ),
-    ],
-)
-def test_errors(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
+        (lambda: cosine_operands(heads, heads, torch.zeros(3)), r"logit_scale must have 2 elements, .* got \(3,\)"),
+        (lambda: sine_encoding(torch.arange(3), 0, 10.0), "width must be a positive even number .*got 0"),
+        (lambda: sine_encoding(torch.arange(3), 3, 10.0), "width must be a positive even number .*got 3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

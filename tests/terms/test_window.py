@@ -48,16 +48,13 @@ def test_pixels_see_those_that_were_beside_them(windows, window, shift):
     assert torch.equal(segments.unsqueeze(3) == segments.unsqueeze(2), masks == 0)
 
 
-@pytest.mark.parametrize(
-    "windows, window, shift, message",
-    [
+def test_errors():
+    for windows, window, shift, message in (
         ((0, 2), (4, 4), (2, 2), "windows must be two ints"),
         ((2, 2), (4,), (2, 2), "window must be two ints"),
         ((2, 2), (4, 4), (4, 2), r"shift must be two ints from 0 to below window \(4, 4\), got \(4, 2\)"),
         ((2, 2), (4, 4), (-1, 2), "shift must be two ints from 0"),
         ((2, 2), (4, 4), (1.5, 0), "shift must be two ints from 0"),
-    ],
-)
-def test_errors(windows, window, shift, message):
-    with pytest.raises(ValueError, match=message):
-        shifted_window_groups(windows, window, shift)
+    ):
+        with pytest.raises(ValueError, match=message):
+            shifted_window_groups(windows, window, shift)

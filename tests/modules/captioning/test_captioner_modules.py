@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import numpy as np
@@ -210,22 +209,6 @@ def test_steps_are_those_of_the_whole(name):
             torch.testing.assert_close(step_weights[key], weights[key][order, t : t + 1], rtol=1e-12, atol=1e-12)
 
 
-@torch.no_grad()
-@every_decoder
-def test_neither_the_future_nor_padding_is_seen(name):
-    decoder = Decoder(name)
-    words, sources = decoder.inputs()
-    before = decoder.run(words, sources)[0]
-    changed = words.clone()
-    changed[:, 3:] += 1
-    torch.testing.assert_close(decoder.run(changed, sources)[0][:, :3], before[:, :3])
-    visual, mask = sources["visual"]
-    sources["visual"] = Modality(visual.masked_fill(mask.unsqueeze(2), 1e6), mask)
-    torch.testing.assert_close(decoder.run(words, sources)[0], before)
-    sources["visual"] = Modality(torch.cat((visual, visual), 1), torch.cat((mask, torch.ones_like(mask)), 1))
-    torch.testing.assert_close(decoder.run(words, sources)[0], before)
-
-
 @every_decoder
 def test_dropout_is_of_training_alone(name):
     decoder = Decoder(name, dropout=0.5)
@@ -250,51 +233,28 @@ def test_weight_normalisation():
     )
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
 @every_decoder
 def test_inputs_that_cannot_be(name):
     decoder = Decoder(name)
     words, sources = decoder.inputs()
     place = "source" if name == "show_attend_tell" else r"sources\['visual'\]"
-    width = D if name == "show_attend_tell" else C
     visual, mask = sources["visual"]
-    for features, message in (
-        (visual[:2], rf"{place} must have shape \(3, S, {width}\) with S > 0, got \(2, 4, {width}\)"),
-        (visual[:, :0], rf"{place} must have shape \(3, S, {width}\) with S > 0, got \(3, 0, {width}\)"),
-        (visual[:, :, :2], rf"{place} must have shape .* got \(3, 4, 2\)"),
+    shape = rf"{place} must have shape \(3, S, {visual.shape[2]}\) with S > 0, got"
+    for features, padding, error, message in (
+        (visual[:2], mask, ValueError, rf"{shape} \(2, 4, {visual.shape[2]}\)"),
+        (visual[:, :0], mask, ValueError, rf"{shape} \(3, 0, {visual.shape[2]}\)"),
+        (visual[:, :, :2], mask, ValueError, rf"{shape} \(3, 4, 2\)"),
+        (None, mask, TypeError, rf"{place} must be a Tensor, got NoneType"),
+        (visual.float(), mask, TypeError, rf"{place} must have the module's dtype torch.float64, got torch.float32"),
+        (visual, mask[:, :2], ValueError, r"key_padding_mask must have shape \(3, 4\)"),
     ):
-        with pytest.raises(ValueError, match=message):
-            decoder.run(words, {**sources, "visual": Modality(features, mask)})
-    with pytest.raises(TypeError, match=rf"{place} must be a Tensor, got NoneType"):
-        decoder.run(words, {**sources, "visual": Modality(None, mask)})
-    with pytest.raises(TypeError, match=rf"{place} must have the module's dtype torch.float64, got torch.float32"):
-        decoder.run(words, {**sources, "visual": Modality(visual.float(), mask)})
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(3, 4\)"):
-        decoder.run(words, {**sources, "visual": Modality(visual, mask[:, :2])})
+        with pytest.raises(error, match=message):
+            decoder.run(words, {**sources, "visual": Modality(features, padding)})
     if name != "show_attend_tell":
         with pytest.raises(ValueError, match="sources must have visual, semantic, got visual"):
             decoder.run(words, {"visual": sources["visual"]})
-
-
-def test_words_of_another_shape():
-    decoder = Decoder("conv")
-    words, sources = decoder.inputs()
-    with pytest.raises(ValueError, match=r"words must have x's shape \(3, 5, 6\), got \(3, 4, 6\)"):
-        decoder.module(words, words[:, :4], sources)
+    if name == "conv":
+        with pytest.raises(ValueError, match=r"words must have x's shape \(3, 5, 6\), got \(3, 4, 6\)"):
+            decoder.module(words, words[:, :4], sources)
     with pytest.raises(ValueError, match=r"alignment must have shape \(B, T, S\), got \(3, 4\)"):
         doubly_stochastic_penalty(torch.rand(3, 4))
-
-
-@torch.no_grad()
-@every_decoder
-def test_any_size(name):
-    """One word, one position, one picture."""
-    decoder = Decoder(name)
-    for b, t, s in itertools.product((1, 2), (1, 3), (1, 5)):
-        width = D if name == "show_attend_tell" else C
-        sources = {key: Modality(torch.randn(b, s, width).double()) for key in BOTH}
-        features, weights, _ = decoder.run(torch.randn(b, t, C).double(), sources)
-        assert features.shape == (b, t, C)
-        assert weights["visual"].shape == (b, t, s)
