@@ -21,11 +21,12 @@ def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
 
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
+    if terms.value.dtype != dtype:
+        terms = terms._make(None if term is None else term.to(dtype) for term in terms)
     query, key, value, position_logits = terms
-    if position_logits is not None:
-        position_logits = position_logits.to(dtype).expand(*value.shape[:2], -1, -1, -1)
-    return [None if query is None else query.to(dtype), None if key is None else key.to(dtype), value.to(dtype),
-            position_logits]  # fmt: skip
+    if position_logits is not None and position_logits.shape[:2] != value.shape[:2]:
+        position_logits = position_logits.expand(*value.shape[:2], -1, -1, -1)
+    return [query, key, value, position_logits]
 
 
 def refuses(terms: Terms, options: Options) -> str | None:

@@ -46,7 +46,7 @@ def _rows(tensor: Tensor | None) -> Tensor | None:
 
 def _operands(terms: Terms) -> list[Tensor | None]:
     query, key, value, position_logits = terms
-    if position_logits is not None:
+    if position_logits is not None and position_logits.shape[:2] != value.shape[:2]:
         position_logits = position_logits.expand(*value.shape[:2], -1, -1, -1)
     return [_rows(query), _rows(key), _rows(value), position_logits]
 
