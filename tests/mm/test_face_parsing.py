@@ -51,14 +51,6 @@ def test_mmsegs_pipeline_loads_helen_and_a_mirror_swaps_left_and_right(helen, tm
         assert np.array_equal(flipped["data_samples"].gt_sem_seg.data[0], expected)
 
 
-def test_mmsegs_pipeline_loads_lfw_pl(lfw, tmp_path):
-    source, truth = lfw
-    tool.build("lfw_pl", source, tmp_path / "out")
-    data = dataset("LFWPLDataset", tmp_path / "out", "val", [*LOAD, dict(type="PackSegInputs")], test_mode=True)
-    assert isinstance(data, LFWPLDataset)
-    assert np.array_equal(data[0]["data_samples"].gt_sem_seg.data[0], truth["Aaron_Eckhart_0002"])
-
-
 def test_classes_and_palettes_are_those_of_the_converter():
     assert len(HELENDataset.METAINFO["classes"]) == tool.HELEN_MAPS == len(tool.HELEN_PALETTE)
     assert [tuple(colour) for colour in HELENDataset.METAINFO["palette"]] == list(tool.HELEN_PALETTE)

@@ -1,7 +1,6 @@
 """GeneralizedAttention2d.mmcv_compatible against mmcv's own module, and against loops where mmcv's is wrong."""
 
 import itertools
-import math
 
 import pytest
 import torch
@@ -70,46 +69,23 @@ def test_range_equals_mmcv(spatial_range, kv_stride):
         torch.testing.assert_close(ours(x), peer(x), rtol=1e-9, atol=1e-9)
 
 
-def in_loops(module, x):
-    """Compute mmcv's documented formula for '?1?0', one query and one key at a time."""
-    e1, _, e3, _ = (bit == "1" for bit in module.attention_type)
-    M, stride = module.num_heads, module.kv_stride
-    d = module.in_channels // M
-    k = x[:, :, ::stride, ::stride]
-
-    def heads(conv, tensor):
-        return conv(tensor).view(tensor.shape[0], M, d, *tensor.shape[2:])
-
-    def encode(offset):
-        width = module.position_embedding_dim // 2
-        angles = [offset / 1000 ** (2 * i / width) for i in range(width // 2)]
-        return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
-
-    q, value = heads(module.query_conv, x), heads(module.value_conv, k)
-    key = heads(module.key_conv, k) if e1 or e3 else None
-    mixed = torch.zeros(x.shape[0], M, d, *x.shape[2:], dtype=torch.float64)
-    for hq, wq in itertools.product(range(x.shape[2]), range(x.shape[3])):
-        logits = torch.zeros(x.shape[0], M, *k.shape[2:], dtype=torch.float64)
-        for hk, wk in itertools.product(range(k.shape[2]), range(k.shape[3])):
-            R = module.appr_geom_fc_y.weight @ encode(hq - hk * stride)
-            R = ((R + module.appr_geom_fc_x.weight @ encode(wq - wk * stride)) / math.sqrt(2)).view(M, d)
-            logits[..., hk, wk] = (q[..., hq, wq] * R).sum(-1)
-            if e1:
-                logits[..., hk, wk] += (q[..., hq, wq] * key[..., hk, wk]).sum(-1)
-            if e3:
-                logits[..., hk, wk] += (module.appr_bias.view(M, d) * key[..., hk, wk]).sum(-1)
-        weights = logits.flatten(2).softmax(-1)
-        mixed[..., hq, wq] = torch.einsum("bmk,bmdk->bmd", weights, value.flatten(3))
-    return x + module.gamma * module.proj_conv(mixed.flatten(1, 2))
-
-
 @pytest.mark.parametrize("attention_type", WRONG_IN_MMCV)
 def test_right_where_mmcv_is_wrong(attention_type):
+    """The logits are the sum of the chosen terms of '1111', in which mmcv is right."""
     peer, ours = pair(attention_type=attention_type)
+    _, whole = pair(attention_type="1111")
+    ours.load_state_dict({key: whole.state_dict()[key] for key in ours.state_dict()})
     x = torch.randn(2, 20, 4, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(ours(x), in_loops(ours, x), rtol=1e-9, atol=1e-9)
+        parts = whole.attention_logits(x)
+        assert list(parts) == ["content", "content_position", "saliency", "position"]
+        logits = sum(part for part, bit in zip(parts.values(), attention_type) if bit == "1")
+        weights = logits.flatten(-2).softmax(-1).view_as(logits)
+        value = ours.value_conv(x[:, :, ::2, ::2]).unflatten(1, (3, -1))
+        mixed = torch.einsum("bmhwyx,bmdyx->bmdhw", weights, value).flatten(1, 2)
+        torch.testing.assert_close(ours(x), x + ours.gamma * ours.proj_conv(mixed), rtol=1e-9, atol=1e-9)
         with pytest.raises(RuntimeError):
             peer(x)  # H != W
         square = x[..., :4]
+        peer.load_state_dict(ours.state_dict())
         assert not torch.allclose(peer(square), ours(square), atol=1e-2)  # mmcv transposes silently
