@@ -53,6 +53,15 @@ for command in json.loads(sys.argv[1]):
     return printed
 
 
-def meeting_place(folder: Path) -> str:
-    """Return the rendezvous option: a file, since a port that is free now may be taken once the processes start."""
-    return f"--distributed-init-method=file://{folder / 'processes'}"
+def distributed(folder: Path, processes: int) -> list[str]:
+    """Return the options of a run of several processes.
+
+    They meet in a file, since a port that is free now may be taken once they start.
+    """
+    meeting_place = f"--distributed-init-method=file://{folder / 'processes'}"
+    return [
+        meeting_place,
+        f"--distributed-world-size={processes}",
+        "--distributed-backend=gloo",
+        "--ddp-backend=legacy_ddp",
+    ]

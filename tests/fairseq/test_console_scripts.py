@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.console_helpers import in_one_process, meeting_place, parameters
-from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, fairseq, script
+from tests.fairseq.console_helpers import distributed, in_one_process, parameters
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, script
 
 pytest.importorskip("fairseq")
 
@@ -57,17 +57,33 @@ def trained(data, tmp_path_factory) -> tuple[Path, str]:
     return folder, result.stdout + result.stderr
 
 
-def test_training_logs_every_update(trained):
-    assert list(losses(trained[1])) == list(range(1, UPDATES + 1))
-
-
-def test_generate_translates_every_sentence_and_scores(data, trained):
-    folder, _ = trained
-    options = ["--path", folder / "checkpoint_last.pt", "--beam=4", "--scoring=sacrebleu", "--remove-bpe"]
-    log = fairseq("generate", data, *CPU, *options, "--required-batch-size-multiple=1", "--batch-size=3")
+def test_generate_scores_and_refuses_wrong_folders_and_checkpoints(data, trained, tmp_path):
+    folder, trained_log = trained
+    assert list(losses(trained_log)) == list(range(1, UPDATES + 1))
+    checkpoint, empty = folder / "checkpoint_last.pt", tmp_path / "empty"
+    empty.mkdir()
+    scored = ["--beam=4", "--scoring=sacrebleu", "--remove-bpe", "--required-batch-size-multiple=1", "--batch-size=3"]
+    altered = train_command(data, tmp_path, *CPU, f"--restore-file={checkpoint}", "--max-update=1")[1:]
+    other = [option for option in altered if option not in MIXED]
+    log, *refused = in_one_process(
+        ["generate", data, *CPU, "--path", checkpoint, *scored],
+        ["train", *train_command(empty, tmp_path, *CPU, "-s=en", "-t=de")[1:]],
+        ["generate", empty, *CPU, "--path", checkpoint, "-s=en", "-t=de"],
+        ["train", *altered, "--encoder-attention=1111"],
+        ["train", *other, "--arch=transformer_iwslt_de_en"],
+        ["generate", data, *CPU, "--path", checkpoint, "--model-overrides", "{'encoder_attention': '1111'}"],
+        ["generate", data, *CPU, "--path", tmp_path / "missing.pt"],
+        check=False,
+    )
     assert "Translated 8 sentences" in log
     assert re.search(r"Generate test with beam=4: BLEU = [\d.]+", log)
     assert sorted(re.findall(r"^H-(\d+)\t", log, re.M)) == [str(i) for i in range(8)]
+    expected = [r"\w+ .*dict\.en\.txt"] * 2
+    expected += [r"\w+ Cannot load model .*; please ensure that the architectures match"] * 2
+    expected += [r"ValueError the checkpoint does not fit this model \(missing: .*--encoder-attention"]
+    expected += [r"\w+ Model file not found"]
+    for message, printed in zip(expected, refused, strict=True):
+        assert re.search(f"raised {message}", printed)
 
 
 LINES = ["the cat sees a dog", "", "xylophone quux", " ".join(["cat"] * 30), "red blue"]
@@ -121,13 +137,7 @@ def test_a_killed_training_resumes(data, trained, tmp_path):
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):
     """fairseq spawns no workers on the CPU, so each process gets its rank; test_spawned_workers tests spawning."""
     still = ["--dropout=0", "--max-update=4"]  # workers would draw other random numbers
-    world = [
-        meeting_place(tmp_path),
-        "--distributed-world-size=2",
-        "--distributed-no-spawn",
-        "--distributed-backend=gloo",
-        "--ddp-backend=legacy_ddp",
-    ]
+    world = [*distributed(tmp_path, 2), "--distributed-no-spawn"]
     ranks = []
     for rank in range(2):
         command = train_command(data, tmp_path / "two", *CPU, *still, *world, f"--distributed-rank={rank}")
@@ -159,101 +169,49 @@ if __name__ == "__main__":
 def test_spawned_workers_know_our_folder(data, tmp_path):
     """On machines with GPUs, fairseq's call_main spawns fresh interpreters, which must import --user-dir."""
     (tmp_path / "spawn.py").write_text(SPAWN)
-    world = [
-        meeting_place(tmp_path),
-        "--distributed-world-size=1",
-        "--distributed-backend=gloo",
-        "--ddp-backend=legacy_ddp",
-    ]
-    command = [
-        sys.executable,
-        str(tmp_path / "spawn.py"),
-        *train_command(data, tmp_path, *CPU, *world, "--max-update=1")[1:],
-    ]
-    result = run(command)
+    command = train_command(data, tmp_path, *CPU, *distributed(tmp_path, 1), "--max-update=1")
+    result = run([sys.executable, str(tmp_path / "spawn.py"), *command[1:]])
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "checkpoint_last.pt").exists()
 
 
 @pytest.mark.slow
 def test_one_process_after_another_in_one_interpreter(data, tmp_path):
-    text = data.parent
+    """Language models; blocks of sentences and batches by length fail in stock fairseq under numpy 2."""
+    text, lm, sentences = data.parent, tmp_path / "lm", tmp_path / "sentences"
     prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]
     fits = ["--tokens-per-sample=16", "--required-batch-size-multiple=1"]
-    model = ["--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110", "--deformable", "--max-update=12"]
-    language_model = ["--task=language_modeling", *model, *fits, *CPU, *RUN, "--no-epoch-checkpoints"]
-    halves = {
-        option: train_command(data, tmp_path / option.strip("-"), *CPU, "--max-update=2", option)[1:]
-        for option in ("--memory-efficient-fp16", "--amp")  # fairseq offers no others without a GPU
-    }
-    lm = tmp_path / "lm"
+    blocks = ["--sample-break-mode=eos", "--tokens-per-sample=64", "--required-batch-size-multiple=1"]
+    model = ["--arch=spatial_transformer_lm_tiny", "--decoder-attention=0110", "--deformable", "--no-epoch-checkpoints"]
+    language_model = ["--task=language_modeling", *model, *CPU, *RUN]
     (tmp_path / "lines").write_text("".join(f"{line}\n" for line in LINES))
     skip = ["--skip-invalid-size-inputs-valid-test", "--buffer-size=5", "--batch-size=2"]
     generate = [data, *CPU, "--path", tmp_path / "memory-efficient-fp16/checkpoint_last.pt", "--max-len-b=10"]
+
+    def two_updates(option: str, *others: str) -> list[str]:
+        command = train_command(data, tmp_path / option.strip("-"), *CPU, "--max-update=2", option, *others)
+        return ["train", *command[1:]]
+
     logs = in_one_process(
         ["preprocess", "--only-source", *prefixes, "--destdir", lm],
-        ["train", lm, *language_model, "--save-dir", lm],
+        ["train", lm, *language_model, *fits, "--save-dir", lm, "--max-update=12"],
         ["eval-lm", lm, *CPU, *fits, "--path", lm / "checkpoint_last.pt", "--context-window=4"],
-        *(["train", *command] for command in halves.values()),
+        two_updates("--memory-efficient-fp16"),
+        two_updates("--amp"),  # fairseq offers no other half precision without a GPU
+        two_updates("--num-batch-buckets=2", "--max-tokens=400"),
         ["generate", *generate, "--fp16"],
         ["interactive", *generate, *INTERACTIVE, "--input", tmp_path / "lines", *skip],
+        ["train", lm, *language_model, *blocks, "--save-dir", sentences, "--max-update=2"],
+        ["eval-lm", lm, *CPU, *blocks, "--path", sentences / "checkpoint_last.pt"],
     )
     assert "num_updates 12" in logs[1]
-    perplexity = re.search(r"Loss \(base 2\): [\d.]+, Perplexity: ([\d.]+)", logs[2])
-    assert 1 < float(perplexity[1]) < len(Dictionary.load(str(lm / "dict.txt")))
-    assert "num_updates 2" in logs[3]
-    assert "num_updates 2" in logs[4]
-    assert "Translated 8 sentences" in logs[5]
-    assert sorted(re.findall(r"^H-(\d)\t", logs[6], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
-
-
-@pytest.mark.slow
-def test_data_sets_that_fail_under_numpy_2_in_stock_fairseq(data, tmp_path):
-    """Language modelling on blocks of sentences, and batches bucketed by length."""
-    text = data.parent
-    prefixes = [f"--{split}pref={text / split}.en" for split in ("train", "valid", "test")]
-    sentences = ["--sample-break-mode=eos", "--tokens-per-sample=64", "--required-batch-size-multiple=1"]
-    model = ["--arch=spatial_transformer_lm_tiny", "--max-update=2", "--no-epoch-checkpoints"]
-    lm = tmp_path / "lm"
-    logs = in_one_process(
-        ["preprocess", "--only-source", *prefixes, "--destdir", lm],
-        ["train", lm, "--task=language_modeling", *model, *sentences, *CPU, *RUN, "--save-dir", lm],
-        ["eval-lm", lm, *CPU, *sentences, "--path", lm / "checkpoint_last.pt"],
-        [
-            "train",
-            *train_command(
-                data, tmp_path / "buckets", *CPU, "--max-update=2", "--num-batch-buckets=2", "--max-tokens=400"
-            )[1:],
-        ],
-    )
-    assert "num_updates 2" in logs[1]
-    assert re.search(r"Loss \(base 2\): [\d.]+, Perplexity: [\d.]+", logs[2])
-    assert "num_updates 2" in logs[3]
-
-
-def test_wrong_folders_and_checkpoints_are_refused(data, trained, tmp_path):
-    (tmp_path / "empty").mkdir()
-    checkpoint = trained[0] / "checkpoint_last.pt"
-    altered = train_command(data, tmp_path, *CPU, f"--restore-file={checkpoint}", "--max-update=1")[1:]
-    other = [*altered[:-1], "--arch=transformer_iwslt_de_en", "--max-update=1"]
-    other = [option for option in other if option not in MIXED]
-    logs = in_one_process(
-        ["train", *train_command(tmp_path / "empty", tmp_path, *CPU, "-s=en", "-t=de")[1:]],
-        ["generate", tmp_path / "empty", *CPU, "--path", checkpoint, "-s=en", "-t=de"],
-        ["train", *altered, "--encoder-attention=1111"],
-        ["train", *other],
-        ["generate", data, *CPU, "--path", checkpoint, "--model-overrides", "{'encoder_attention': '1111'}"],
-        ["generate", data, *CPU, "--path", tmp_path / "missing.pt"],
-        check=False,
-    )
-    assert re.search(r"raised \w+ .*dict\.en\.txt", logs[0])
-    assert re.search(r"raised \w+ .*dict\.en\.txt", logs[1])
-    for log in logs[2:4]:
-        assert re.search(r"raised \w+ Cannot load model .*; please ensure that the architectures match", log)
-    assert re.search(
-        r"raised ValueError the checkpoint does not fit this model \(missing: .*--encoder-attention", logs[4]
-    )
-    assert re.search(r"raised \w+ Model file not found", logs[5])
+    for log in (logs[2], logs[9]):
+        perplexity = re.search(r"Loss \(base 2\): [\d.]+, Perplexity: ([\d.]+)", log)
+        assert 1 < float(perplexity[1]) < 2 * len(Dictionary.load(str(lm / "dict.txt")))
+    for number in (3, 4, 5, 8):
+        assert "num_updates 2" in logs[number]
+    assert "Translated 8 sentences" in logs[6]
+    assert sorted(re.findall(r"^H-(\d)\t", logs[7], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
 
 
 def test_python_hub_and_averaged_checkpoints(data, trained):
@@ -287,22 +245,3 @@ def test_checkpoints_that_cannot_be_averaged(trained, tmp_path, capsys):
         assert average_checkpoints([*arguments, "--output", str(tmp_path / "average.pt")]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "average.pt").exists()
-
-
-@pytest.mark.slow
-def test_without_the_hook_a_link_of_another_name_registers_the_models(python, tmp_path):
-    """Use this way if torch's entry points are switched off. A folder that imports our package works as well."""
-    (tmp_path / "attention").symlink_to(ROOT / "plugins/fairseq", target_is_directory=True)
-    (tmp_path / "my_plugins").mkdir()
-    (tmp_path / "my_plugins/__init__.py").write_text("import attn_plugins.fairseq\n")
-    code = """
-import argparse
-from fairseq import utils
-from fairseq.models import MODEL_REGISTRY
-found = []
-for folder in ("attention", "my_plugins"):
-    utils.import_user_module(argparse.Namespace(user_dir=folder))
-    found.append("spatial_transformer" in MODEL_REGISTRY)
-print(all(found))
-"""
-    assert python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()[-1] == "True"

@@ -26,7 +26,7 @@ from fairseq_cli import train
 from attn_plugins.captioning.caption_rewards import reward
 from attn_plugins.fairseq.self_critical import SelfCriticalConfig, SelfCriticalCriterion
 from tests.fairseq.captioning_helpers import change, model_of, task_of, write_images
-from tests.fairseq.console_helpers import meeting_place
+from tests.fairseq.console_helpers import distributed
 from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, forget_best
 
 PAD, EOS = 1, 2
@@ -373,8 +373,7 @@ def test_two_processes_continue_from_cross_entropy(tmp_path):
     then = ["--criterion=self_critical", "--finetune-from-model", tmp_path / "first/checkpoint_best.pt", "--lr=0.001"]
     then += ["--one-caption-per-image", "--samples=2", "--baseline=mean", "--update-freq=2", "--max-epoch=4"]
     then += ["--best-checkpoint-metric=reward", "--maximize-best-checkpoint-metric", "--log-format=json"]
-    then += [meeting_place(tmp_path), "--distributed-world-size=2"]
-    then += ["--distributed-no-spawn", "--distributed-backend=gloo", "--ddp-backend=legacy_ddp"]
+    then += [*distributed(tmp_path, 2), "--distributed-no-spawn"]
     command = [sys.executable, "-c", RANKS, *options, *then, "--save-dir", tmp_path / "second"]
     result = subprocess.run(
         list(map(str, command)), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800

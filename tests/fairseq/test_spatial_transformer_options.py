@@ -102,6 +102,7 @@ def test_architectures(name, sizes):
     assert build(encoder_embed_dim=96, decoder_embed_dim=None).decoder.embed_tokens.embedding_dim == 96
 
 
+KINDS = ["1111", "dynamic", "bilateral", "shaw", "none"]
 FAIRSEQ = [
     dict(encoder_normalize_before=True, decoder_normalize_before=True, layernorm_embedding=True),
     dict(attention_dropout=0.3, activation_dropout=0.2, dropout=0.1, activation_fn="gelu"),
@@ -120,23 +121,32 @@ FAIRSEQ = [
 ]
 
 
-@pytest.mark.parametrize("attention", ["1111", "dynamic", "bilateral", "shaw", "none"])
-@pytest.mark.parametrize("options", FAIRSEQ, ids=lambda options: next(iter(options)))
+@pytest.mark.parametrize(
+    "options, attention",
+    [(options, KINDS[(n + shift) % 5]) for n, options in enumerate(FAIRSEQ) for shift in (0, 2)],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
 def test_options_of_fairseqs_transformer(options, attention):
-    options = {"encoder_attention": attention, "decoder_attention": attention, "deformable": True, **options}
-    model = build(**options)
+    common = {"encoder_attention": attention, "decoder_attention": attention, "deformable": True}
+    model = build(**common, **options)
     sample = batch(model)
-    features = model(**sample)[0]
-    features.square().mean().backward()
+    model(**sample)[0].square().mean().backward()
     if "encoder_layerdrop" not in options and "no_cross_attention" not in options:
         without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
         assert [name for name in without if "adaptive_softmax" not in name] == []
     model.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(model(**sample)[0], model(**sample)[0])
-    other = build(**options).eval()
+    other = build(**common, **options).eval()
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other(**sample)[0], model(**sample)[0])
+    expected = model(**sample)[0]
+    torch.testing.assert_close(other(**sample)[0], expected)
+    if "checkpoint_activations" in options:
+        plain = build(**common).eval()
+        plain.load_state_dict(model.state_dict())
+        for one in (other, plain):
+            one.zero_grad()
+            one(**sample)[0].square().mean().backward()
+        for (name, one), two in zip(other.named_parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad, two.grad, msg=name)
 
 
 @pytest.mark.parametrize("normalize_before", [False, True])
@@ -149,16 +159,6 @@ def test_without_self_attention_nothing_of_it_is_left(normalize_before):
     torch.testing.assert_close(layer(x, None), hidden if normalize_before else layer.final_layer_norm(hidden))
     model(**batch(model))[0].square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
-
-
-def test_checkpointed_activations_have_the_same_gradients():
-    options = dict(encoder_attention="1111", decoder_attention="bilateral", deformable=True, dropout=0.0)
-    models = [build(**options, checkpoint_activations=checkpoint) for checkpoint in (False, True)]
-    sample = batch(models[0])
-    for model in models:
-        model(**sample)[0].square().sum().backward()
-    for (name, one), two in zip(models[0].named_parameters(), models[1].parameters()):
-        torch.testing.assert_close(one.grad, two.grad, msg=name)
 
 
 def test_layerdrop_prunes_to_the_layers_to_keep():
@@ -324,10 +324,6 @@ def test_what_attention_cannot_give_is_refused():
         model.make_generation_fast_(retain_dropout=True, retain_dropout_modules=None)
     build(attention_dropout=0.1).make_generation_fast_(retain_dropout=True, retain_dropout_modules=["Decoder"])
     build().make_generation_fast_(retain_dropout=True, retain_dropout_modules=None)
-
-
-def test_a_decoder_cannot_see_the_future():
-    model = build()
     with pytest.raises(ValueError, match="full_context_alignment must be False"):
         model.decoder(torch.tensor([[2, 5]]), model.encoder(torch.tensor([[5, 2]])), full_context_alignment=True)
 
@@ -345,7 +341,7 @@ def test_another_models_checkpoint(options, message):
         build(**options).load_state_dict(build().state_dict())
 
 
-@pytest.mark.parametrize("kind", ["1111", "0010", "dynamic", "bilateral", "shaw", "none"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_language_model(kind):
     """The model trains, is causal, and predicts the same step by step as in one pass."""
     model = build_language_model(decoder_attention=kind, deformable=True, max_target_positions=30)

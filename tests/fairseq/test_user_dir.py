@@ -6,79 +6,76 @@ import shutil
 
 import pytest
 
-from tests.fairseq.fairseq_helpers import ROOT, fairseq
+from tests.fairseq.console_helpers import in_one_process
+from tests.fairseq.fairseq_helpers import ROOT
 
 pytest.importorskip("fairseq")
 
-TINY = {
-    "--arch": "transformer_iwslt_de_en",
-    "--encoder-layers": 1,
-    "--decoder-layers": 1,
-    "--encoder-embed-dim": 16,
-    "--decoder-embed-dim": 16,
-    "--encoder-ffn-embed-dim": 32,
-    "--decoder-ffn-embed-dim": 32,
-    "--encoder-attention-heads": 2,
-    "--decoder-attention-heads": 2,
-}
+TINY = ["--arch=transformer_iwslt_de_en"]
+for side in ("encoder", "decoder"):
+    TINY += [f"--{side}-{size}" for size in ("layers=1", "embed-dim=16", "ffn-embed-dim=32", "attention-heads=2")]
 
 
 def test_stock_commands_train_and_generate(data, tmp_path):
-    options = [part for option in TINY.items() for part in option]
-    options += ["--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=2", "--num-workers=0", "--cpu"]
-    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", tmp_path)
-    assert "num_updates 2" in log
-    checkpoint = tmp_path / "checkpoint_last.pt"
-    log = fairseq("generate", data, "--user-dir", "plugins/fairseq/", "--path", checkpoint, "--cpu", "--num-workers=0")
-    assert "Translated 8 sentences" in log
+    options = [*TINY, "--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=2", "--num-workers=0", "--cpu"]
+    generate = ["--path", tmp_path / "checkpoint_last.pt", "--cpu", "--num-workers=0"]
+    train, generated = in_one_process(
+        ["train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", tmp_path],
+        ["generate", data, "--user-dir", "plugins/fairseq/", *generate],
+    )
+    assert "num_updates 2" in train
+    assert "Translated 8 sentences" in generated
 
 
-@pytest.mark.slow
-def test_every_spelling_of_our_folder(python):
-    code = f"""
-import argparse, os, sys
+FOLDERS = f"""
+import argparse, io, os, pickle, sys, torch
 from fairseq import utils
-os.chdir({str(ROOT)!r})
-before = list(sys.path)
-print("attn_plugins.fairseq" in sys.modules)
-absolute = os.path.abspath("plugins/fairseq")
-for path in ("plugins/fairseq", "plugins/fairseq/", "./plugins/fairseq", absolute, absolute + "/", None):
-    utils.import_user_module(argparse.Namespace(user_dir=path))
-utils.import_user_module(argparse.Namespace())
-print("attn_plugins.fairseq" in sys.modules, sys.path == before, sys.modules["fairseq"].__name__)
-"""
-    assert python(code).stdout.splitlines()[-2:] == ["False", "True True fairseq"]
 
+def use(folder):
+    utils.import_user_module(argparse.Namespace(user_dir=folder))
 
-def test_other_folders_go_to_fairseq_untouched(python, tmp_path):
-    (tmp_path / "my_plugins").mkdir()
-    (tmp_path / "my_plugins" / "__init__.py").write_text("print('theirs', __name__)")
-    code = """
-import argparse, sys
-from fairseq import utils
-for _ in range(2):  # the second time fairseq itself remembers it
-    utils.import_user_module(argparse.Namespace(user_dir="my_plugins"))
-print("attn_plugins.fairseq" in sys.modules)
+def ours():
+    return "attn_plugins.fairseq" in sys.modules
+
+buffer = io.BytesIO()
+torch.save({{"args": argparse.Namespace(lr=0.5)}}, buffer)
+def load():
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)["args"].lr
+
+use("my_plugins")
+use("my_plugins")  # the second time fairseq itself remembers it
+print(ours())
 try:
-    utils.import_user_module(argparse.Namespace(user_dir="nowhere/fairseq"))
+    use("nowhere/fairseq")
 except FileNotFoundError as error:
     print("not found", str(error).endswith("nowhere/fairseq"))
-"""
-    assert python(code).stdout.splitlines()[-3:] == ["theirs my_plugins", "False", "not found True"]
+try:
+    load()
+except pickle.UnpicklingError:
+    print("refused")
 
-
-@pytest.mark.slow
-def test_another_copy_of_the_folder_is_served_by_the_installed_one(python, tmp_path):
-    shutil.copytree(ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so"))
-    code = """
-import argparse, os, sys
-from fairseq import utils
-os.chdir("checkout")
-utils.import_user_module(argparse.Namespace(user_dir="plugins/fairseq"))
+before = list(sys.path)
+os.chdir("checkout")  # a copy, served by the installed package
+use("plugins/fairseq")
 print(os.getcwd() in sys.modules["attn_plugins.fairseq"].__file__)
+os.chdir({str(ROOT)!r})
+absolute = os.path.abspath("plugins/fairseq")
+for path in ("plugins/fairseq", "plugins/fairseq/", "./plugins/fairseq", absolute, absolute + "/", None):
+    use(path)
+utils.import_user_module(argparse.Namespace())
+print(ours(), sys.path == before, sys.modules["fairseq"].__name__, load())
 """
-    result = python(code)
-    assert result.stdout.splitlines()[-1] == "False"
+
+
+def test_every_spelling_of_our_folder_and_other_folders(python, tmp_path):
+    """Other folders go to fairseq untouched. Options in checkpoints load safely once ours is imported."""
+    (tmp_path / "my_plugins").mkdir()
+    (tmp_path / "my_plugins" / "__init__.py").write_text("print('theirs', __name__)")
+    shutil.copytree(ROOT / "plugins", tmp_path / "checkout" / "plugins", ignore=shutil.ignore_patterns("*.so"))
+    result = python(FOLDERS)
+    expected = ["theirs my_plugins", "False", "not found True", "refused", "False", "True True fairseq 0.5"]
+    assert result.stdout.splitlines()[-6:] == expected
     assert "using the installed attn_plugins" in result.stderr
 
 
@@ -115,32 +112,23 @@ print(TASK_REGISTRY["captioning"] is sys.modules["attn_plugins.fairseq.captionin
     assert python(code).stdout.splitlines()[-5:] == ["True", "imported", "True", "imported True", "True"]
 
 
-def test_without_the_hook_fairseq_refuses_the_folder(python):
-    """This is why the hook exists; remove the hook once fairseq accepts the folder by itself."""
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", ["ATTN_PLUGINS_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+def test_without_the_hook(switch, python, tmp_path):
+    """fairseq refuses our folder; a link of another name registers the models, as does a folder that imports them."""
+    (tmp_path / "attention").symlink_to(ROOT / "plugins/fairseq", target_is_directory=True)
+    (tmp_path / "my_plugins").mkdir()
+    (tmp_path / "my_plugins/__init__.py").write_text("import attn_plugins.fairseq\n")
     code = f"""
 import argparse
 from fairseq import utils
+from fairseq.models import MODEL_REGISTRY
 try:
     utils.import_user_module(argparse.Namespace(user_dir={str(ROOT / "plugins/fairseq")!r}))
-except ImportError as error:
+except ImportError as error:  # once fairseq accepts the folder by itself, remove the hook
     print("not globally unique" in str(error))
+for folder in ("attention", "my_plugins"):
+    utils.import_user_module(argparse.Namespace(user_dir=folder))
+    print("spatial_transformer" in MODEL_REGISTRY)
 """
-    assert python(code, ATTN_PLUGINS_AUTOLOAD="0").stdout.splitlines()[-1] == "True"
-
-
-def test_namespaces_load_safely(python):
-    code = """
-import argparse, io, pickle, torch
-buffer = io.BytesIO()
-torch.save({"args": argparse.Namespace(lr=0.5)}, buffer)
-def load():
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)["args"].lr
-try:
-    load()
-except pickle.UnpicklingError:
-    print("refused")
-import attn_plugins.fairseq
-print(load())
-"""
-    assert python(code).stdout.split() == ["refused", "0.5"]
+    assert python(code, **{switch: "0"}).stdout.splitlines()[-3:] == ["True"] * 3
