@@ -45,7 +45,7 @@ about() {
     packages) echo "attn_plugins, editable, with torch and the packages of tools, tests, lint, site, releases" ;;
     binary) echo "attn_plugins' compiled operators (half a minute on 2 cores)" ;;
     toolkits) echo "timm, mmdet, mmsegmentation" ;;
-    all_toolkits) echo "timm, mmdet, mmsegmentation, fairseq (compiled once: 1 to 3 minutes on 2 cores)" ;;
+    all_toolkits) echo "timm, mmdet, mmsegmentation, transformers, fairseq (compiled once: 1 to 3 minutes on 2 cores)" ;;
     peers) echo "mmcv's own operators (compiled once: 4 to 10 minutes on 2 cores)" ;;
     esac
 }
@@ -136,7 +136,7 @@ install() {
     env -u TORCH_DEVICE_BACKEND_AUTOLOAD "$PY" -m attn_plugins install "$@" "${pins[@]}"
 }
 do_toolkits() { install timm mm; }
-do_all_toolkits() { install timm mm fairseq; }
+do_all_toolkits() { install timm mm fairseq transformers; }
 # pip keeps the wheel. Debug information would take 40 % of the time.
 do_peers() {
     pip_install setuptools wheel ninja

@@ -89,6 +89,20 @@ def _fairseq() -> str:
     return f"compiled parts run; {_ours(names)}; --user-dir {FAIRSEQ_USER_DIR}"
 
 
+def _transformers() -> str:
+    import torch
+    from transformers.models.deformable_detr import modeling_deformable_detr as stock
+
+    accelerate = importlib.import_module("attn_plugins.transformers").accelerate
+    model = torch.nn.Sequential(stock.MultiScaleDeformableAttention())
+    shapes, value, places = [(2, 3)], torch.rand(1, 6, 2, 4), torch.rand(1, 5, 2, 1, 3, 2)
+    call = (value, torch.tensor(shapes), shapes, torch.tensor([0]), places, torch.rand(1, 5, 2, 1, 3), 64)
+    expected = model[0](*call)
+    accelerate(model)
+    _expect("MultiScaleDeformableAttention", torch.allclose(model[0](*call), expected, atol=1e-5), True)
+    return f"accelerate(model) serves {len(importlib.import_module('attn_plugins.transformers.places').PLACES)} layers"
+
+
 def _boxes() -> Any:
     import torch
 
@@ -125,6 +139,7 @@ CHECKS: dict[str, Callable[[], str]] = {  # by module
     "mmdet": partial(_openmmlab, "mmdet"),
     "mmseg": partial(_openmmlab, "mmseg"),
     "fairseq": _fairseq,
+    "transformers": _transformers,
 }
 
 

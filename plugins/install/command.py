@@ -26,7 +26,7 @@ toolkit are listed in attn_plugins/install/requirements. mmcv is installed witho
 attn_plugins stands in; fairseq is compiled. At the end the doctor runs, and its exit status is returned."""
 
 OLDEST_TORCH = {"mm": "2.5", "openmmlab": "2.5"}  # the first that loads the stand-in by itself
-CHECKED = {"timm": ("torchvision", "timm"), "fairseq": ("fairseq",)}  # others: MM
+CHECKED = {"timm": ("torchvision", "timm"), "fairseq": ("fairseq",), "transformers": ("transformers",)}  # others: MM
 MM = ("torchvision", "mmcv", "mmdet", "mmseg")
 OPENCV = "opencv-python-headless"
 # Packages with extension modules: the module whose check runs them, options of pip, and variables (None: unset).
@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add ``install`` to the commands of ``python -m attn_plugins``."""
     parser = commands.add_parser(
         "install",
-        help="install mm (mmdet, mmseg), timm or fairseq without changing torch",
+        help="install mm (mmdet, mmseg), timm, fairseq or transformers without changing torch",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 FOLDER = Path(__file__).parent / "requirements"
-TOOLKITS = ("timm", "mm", "openmmlab", "fairseq")
+TOOLKITS = ("timm", "mm", "openmmlab", "fairseq", "transformers")
 
 
 class Line(NamedTuple):

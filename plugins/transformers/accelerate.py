@@ -1,0 +1,129 @@
+"""Acceleration of detection and segmentation transformers, with the same parameters, keys and outputs.
+
+::
+
+    model = AutoModelForObjectDetection.from_pretrained("SenseTime/deformable-detr")
+    attn_plugins.transformers.accelerate(model)
+
+The class of existing layers is replaced by a derived class, so that parameters, hooks and configs stay. All that these
+layers call beside deformable attention itself is still called by the package's own code.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import nn
+
+from . import places
+from .places import Place, held_by, place_of, stock_of
+
+
+def accelerate(model: nn.Module) -> list[str]:
+    """Replace multi-scale deformable attention of a model by this package's operator, in place.
+
+    Supported are the families of Hugging Face transformers that have it (Deformable DETR, RT-DETR and v2, D-FINE,
+    DEIMv2, RF-DETR, LW-DETR, Grounding DINO, MM Grounding DINO, OMDet-Turbo, Mask2Former, OneFormer, PP-DocLayout v2 to
+    v4, DETA), the package ``rfdetr``, and RT-DETR of Ultralytics. Outputs and gradients equal the stock ones up to
+    rounding. The stock code runs in ONNX exports, and for RT-DETR v2, D-FINE and DEIMv2 with ``method="discrete"``.
+
+    A kernel of the Hub that ``use_kernels=True`` or ``kernelize`` loads later takes precedence on its devices.
+
+    Args:
+        model: A model, or a module that contains one.
+
+    Returns:
+        The names of the replaced modules. Empty if all were replaced before.
+
+    Raises:
+        ValueError: ``model`` contains no supported module.
+        RuntimeError: Other code has modified one of the modules; nothing is replaced.
+    """
+    found: dict[str, tuple[nn.Module, Place]] = {}
+    known = False
+    for name, module in model.named_modules():
+        place = place_of(type(module))
+        known = known or place is not None or isinstance(module, Accelerated)
+        if place is not None and not _replaced(module, place):
+            _check(name, module, place)
+            found[name] = module, place
+    if not known:
+        raise ValueError(
+            "model must contain multi-scale deformable attention of transformers, rfdetr or Ultralytics, but "
+            f"{type(model).__name__} has none"
+        )
+    for module, _ in found.values():
+        _replace(module)
+    return list(found)
+
+
+class Accelerated(nn.Module):
+    """Mixin of the derived classes, which are made at run time: instances are copied and pickled by the stock class."""
+
+    stock: type
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty, (self.stock,), self.__dict__
+
+
+@functools.cache
+def derived(layer: type) -> type:
+    """Return the class that replaces a stock class."""
+    place = place_of(layer)
+    assert place is not None
+    forward: Any = layer.forward  # type: ignore[attr-defined]
+    function = stock_of(held_by(place, layer))
+    namespace: dict[str, Any] = dict(stock=layer, __module__=__name__, __doc__=f"{layer.__name__} on our operator.")
+    if place.function is None:
+        namespace["forward"] = places.replacement(place, function)
+    elif place.attribute is None:
+        namespace["forward"] = places.calling(forward, place.function, places.replacement(place, function))
+    else:
+        namespace[place.attribute] = _exchanged(place.attribute, function, places.replacement(place, function))
+    return type(f"Accelerated{layer.__name__}", (Accelerated, layer), namespace)
+
+
+def _exchanged(name: str, stock: Any, ours: Any) -> property:
+    """Return an attribute that reads ``ours`` where the instance holds ``stock``; other functions are kept."""
+
+    def read(self: Any) -> Any:
+        held = self.__dict__[name]
+        return ours if held is stock else held
+
+    def write(self: Any, function: Any) -> None:
+        self.__dict__[name] = function
+
+    return property(read, write)
+
+
+def _empty(layer: type) -> nn.Module:
+    """Return an instance without a state, for copies and pickles."""
+    kind: Any = derived(layer)
+    return kind.__new__(kind)
+
+
+def _replaced(module: nn.Module, place: Place) -> bool:
+    """Return whether the drop-in has replaced what this module computes with."""
+    held = vars(module).get(place.attribute) if place.attribute else held_by(place, type(module))
+    return stock_of(held) is not held
+
+
+def _check(name: str, module: nn.Module, place: Place) -> None:
+    """Raise an error if other code has modified what is to be replaced."""
+    layer: Any = type(module)
+    forward, function = layer.forward, stock_of(held_by(place, layer))
+    package = place.module.partition(".")[0]
+    for what, held in (("forward", forward), (place.function, function)):
+        if getattr(held, "__module__", "").partition(".")[0] != package:
+            raise RuntimeError(f"{what} of {layer.__name__} is {held}, not {package}'s; nothing was replaced")
+    own = vars(module).get("forward", forward)
+    if own is not forward and getattr(own, "__func__", None) is not forward:
+        raise RuntimeError(f"{name} has a forward of its own, not {package}'s; nothing was replaced")
+    if place.attribute is not None and vars(module).get(place.attribute) is not function:
+        raise RuntimeError(f"{name}.{place.attribute} is not {package}'s; nothing was replaced")
+
+
+def _replace(module: nn.Module) -> None:
+    vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
+    module.__class__ = derived(type(module))

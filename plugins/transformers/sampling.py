@@ -1,0 +1,134 @@
+"""Deformable attention under the signatures of transformers, rfdetr and Ultralytics, on this package's operator.
+
+Each function of ``SIGNATURES`` takes the stock function first, followed by the stock arguments. It calls the stock
+function where our operator does not stand in for it:
+
+* in an ONNX export, where the stock code becomes ``GridSample``;
+* for dtypes that ``grid_sample`` refuses, so that the stock error is raised;
+* for nearest sampling (``method="discrete"``), and in rfdetr's own export mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import deformable_attention
+from ..ops.common.arguments import FLOATS, autocast_dtype
+from ..ops.common.gradients import traced
+
+Stock = Callable[..., Tensor]
+
+
+def layer(
+    stock: Stock,
+    self: Any,
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_spatial_shapes_list: Sequence[tuple[int, int]],
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    im2col_step: int,
+) -> Tensor:
+    """Compute the ``forward`` of transformers' ``MultiScaleDeformableAttention``, a layer without parameters.
+
+    Args:
+        stock: The layer's own ``forward``.
+        self: The layer.
+        value: (B, S, M, d).
+        value_spatial_shapes: (L, 2).
+        value_spatial_shapes_list: ((H_1, W_1), ..., (H_L, W_L)).
+        level_start_index: (L,).
+        sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map.
+        attention_weights: (B, Q, M, L, K).
+        im2col_step: Of the original CUDA kernel.
+
+    Returns:
+        (B, Q, M * d).
+    """
+    samples = sampling_locations, attention_weights
+    if not _serves(value, *samples):
+        shapes = value_spatial_shapes, value_spatial_shapes_list
+        return stock(self, value, *shapes, level_start_index, *samples, im2col_step)
+    return _attend(value, value_spatial_shapes_list, *samples)
+
+
+def levels(
+    stock: Stock, value: Tensor, value_spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor
+) -> Tensor:
+    """Compute ``multi_scale_deformable_attention`` of Mask2Former, OneFormer and DETA, and Ultralytics' function.
+
+    The latter's locations are (B, Q, M, L * K, 2) since version 8.4, others' (B, Q, M, L, K, 2).
+    """
+    samples = sampling_locations, attention_weights
+    if not _serves(value, *samples):
+        return stock(value, value_spatial_shapes, *samples)
+    L = len(value_spatial_shapes)
+    points = [sampling_locations.shape[3] // L] * L if sampling_locations.dim() == 5 else None
+    return _attend(value, value_spatial_shapes, *samples, points)
+
+
+def counted_points(
+    stock: Stock,
+    value: Tensor,
+    value_spatial_shapes: Sequence[tuple[int, int]],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    num_points_list: Sequence[int],
+    method: str = "default",
+) -> Tensor:
+    """Compute ``multi_scale_deformable_attention_v2`` of RT-DETR v2, D-FINE and DEIMv2.
+
+    Levels may have different numbers of points, ``num_points_list``. Locations are (B, Q, M, P, 2) and weights
+    (B, Q, M, P), where P is the sum of these numbers.
+    """
+    if method != "default" or not _serves(value, sampling_locations, attention_weights):
+        return stock(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method=method)
+    return _attend(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list)
+
+
+def transposed_value(
+    stock: Stock,
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    value_spatial_shapes_hw: Sequence[tuple[int, int]] | None = None,
+) -> Tensor:
+    """Compute ``ms_deform_attn_core_pytorch`` of rfdetr, whose values are (B, M, d, S)."""
+    exporting = sampling_locations.dim() == 5
+    if exporting or not _serves(value, sampling_locations, attention_weights):
+        return stock(value, value_spatial_shapes, sampling_locations, attention_weights, value_spatial_shapes_hw)
+    shapes = value_spatial_shapes if value_spatial_shapes_hw is None else value_spatial_shapes_hw
+    weights = attention_weights.reshape(sampling_locations.shape[:-1])
+    return _attend(value.permute(0, 3, 1, 2), shapes, sampling_locations, weights)
+
+
+def _serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
+    """Return whether the stock code takes these dtypes and is not being exported to ONNX."""
+    if any(tensor.dtype not in FLOATS for tensor in (value, locations, weights)):
+        return False
+    if value.dtype != locations.dtype and (
+        autocast_dtype(value.device.type) is None or torch.float64 in (value.dtype, locations.dtype)
+    ):
+        return False
+    return not (traced() and torch.onnx.is_in_onnx_export())
+
+
+def _attend(
+    value: Tensor, shapes: Any, locations: Tensor, weights: Tensor, points: Sequence[int] | None = None
+) -> Tensor:
+    """Compute deformable attention in the dtype of ``grid_sample`` times ``weights``, also under autocast."""
+    device = value.device.type
+    dtype = torch.promote_types(torch.promote_types(value.dtype, locations.dtype), weights.dtype)
+    if autocast_dtype(device) is None:
+        value, locations, weights = (tensor.to(dtype) for tensor in (value, locations, weights))
+        return deformable_attention(value, shapes, locations, weights, points)
+    if device == "cpu":  # grid_sample is computed in float32 there, and in the widest dtype of its inputs elsewhere
+        dtype = torch.promote_types(dtype, torch.float32)
+    with torch.autocast(device, enabled=False):
+        return deformable_attention(value.to(dtype), shapes, locations.to(dtype), weights.to(dtype), points)
