@@ -43,8 +43,9 @@ def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
 def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
     stored = _stored(terms.value, lse)
-    query, key, value, *logits = [None if t is None else t.to(stored) for t in terms]
-    expanded = [None if t is None else t.expand(B, M, T, *t.shape[3:]) for t in logits]
+    query, key, value, *logits = [t if t is None or t.dtype == stored else t.to(stored) for t in terms]
+    whole = (B, M, T)
+    expanded = [t if t is None or t.shape[:3] == whole else t.expand(*whole, *t.shape[3:]) for t in logits]
     slotted = [None if t is None else t.unsqueeze(2) for t in (query, key, value, *expanded)]
     masks = options.key_padding_mask, options.segment_ids
     return [*slotted, *[None if t is None else t.contiguous() for t in masks]]

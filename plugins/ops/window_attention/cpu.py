@@ -21,9 +21,8 @@ def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
 
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
-    if terms.value.dtype != dtype:
-        terms = terms._make(None if term is None else term.to(dtype) for term in terms)
-    query, key, value, position_logits = terms
+    query, key, value, position_logits = [t if t is None or t.dtype == dtype else t.to(dtype) for t in terms]
+    assert value is not None
     if position_logits is not None and position_logits.shape[:2] != value.shape[:2]:
         position_logits = position_logits.expand(*value.shape[:2], -1, -1, -1)
     return [query, key, value, position_logits]
