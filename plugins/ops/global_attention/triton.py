@@ -72,7 +72,10 @@ SMALLER_FLOAT_BLOCKS = {
 }
 # All other tensors are of queries.
 _OF_KEYS = ("key", "value", "key_logits", "grad_key", "grad_value", "grad_key_logits")
-_LOGITS = ("row", "column", "key_logits", "grad_row", "grad_column", "grad_key_logits")
+_LOGITS = (
+    *("row_logits", "column_logits", "key_logits"),
+    *("grad_row_logits", "grad_column_logits", "grad_key_logits"),
+)
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
@@ -121,8 +124,8 @@ def _tensors(terms: Terms, shape: _Shape) -> dict[str, Tensor | None]:
         "value": _readable(value),
         "query": _readable(query) if query is not None and D else None,
         "key": _readable(key) if key is not None and D else None,
-        "row": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
-        "column": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
+        "row_logits": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
+        "column_logits": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
         "key_logits": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
     }
 
@@ -170,9 +173,13 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     strides = {name: _strides(name, tensor, shape) for name, tensor in given.items() if tensor.dim() > 3}
     tensor = next(iter(given.values()))
-    block = _block(kernel, shape, tensor, both="row" in given and "column" in given)
+    block = _block(kernel, shape, tensor, both="row_logits" in given and "column_logits" in given)
     of_keys = [name for name in strides if name in _OF_KEYS]
-    if "row" not in strides and "column" not in strides and all(_even(strides[name], Wk) for name in of_keys):
+    if (
+        "row_logits" not in strides
+        and "column_logits" not in strides
+        and all(_even(strides[name], Wk) for name in of_keys)
+    ):
         # Neither rows nor columns matter: a tile is a piece of the sequence of keys.
         columns = width = block.keys
         rows = -(-Hk * Wk // columns)
@@ -225,7 +232,7 @@ def _alignment(strides: dict[str, tuple[int, int, int, int]], dtype: torch.dtype
 def _line(strides: dict[str, tuple[int, int, int, int]], width: int, dtype: torch.dtype) -> int:
     """Return how many column logits are read at a time, 16 bytes or one: other numbers would be further variants."""
     numbers = 16 // dtype.itemsize
-    fits = "column" in strides and not any(size % numbers for size in (width, *strides["column"]))
+    fits = "column_logits" in strides and not any(size % numbers for size in (width, *strides["column_logits"]))
     return numbers if fits else 1
 
 
@@ -267,7 +274,7 @@ def backward(
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
     norms = dict(lse=sums, products=torch.empty_like(sums), inverse=inverse)
     tensors = dict(**_tensors(terms, shape), grad_output=_readable(grad_output), **norms)
-    targets = dict(output=_readable(output), grad_query=query, grad_row=row, grad_column=column)
+    targets = dict(output=_readable(output), grad_query=query, grad_row_logits=row, grad_column_logits=column)
     _launch("query_gradients", shape, options.scale, **tensors, **targets)
     if any(grad is not None for grad in (key, value, key_logits)):
         targets = dict(grad_key=key, grad_value=value, grad_key_logits=key_logits)

@@ -26,8 +26,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NARROWEST = tl.constexpr(16)  # of what tl.dot multiplies
 # All numbers: another map size is another value, not another binary.
-TENSORS = ("query", "key", "value", "row", "column", "key_logits", "output", "grad_output", "grad_query", "grad_key",
-            "grad_value", "grad_row", "grad_column", "grad_key_logits")  # fmt: skip
+TENSORS = (
+    *("query", "key", "value", "row_logits", "column_logits", "key_logits", "output", "grad_output"),
+    *("grad_query", "grad_key", "grad_value", "grad_row_logits", "grad_column_logits", "grad_key_logits"),
+)
 NUMBERS = (
     *(f"{name}_{axis}" for name in TENSORS for axis in "bmhw"),
     *("M", "Wq", "queries", "Hk", "Wk", "keys", "row_blocks", "scale"),
@@ -113,8 +115,10 @@ def load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED: tl.c
 
 
 @triton.jit
-def sum_of_terms(q, k, key_logits, row, column, scale, QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-                 PRECISION: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip
+def sum_of_terms(
+    q, k, key_logits, row_logits, column_logits, scale,
+    QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Logits of queries and of a tile of keys, (QUERIES, ROWS * COLUMNS)."""
     logits = tl.zeros((QUERIES, ROWS * COLUMNS), tl.float32)
     if q is not None:
@@ -122,10 +126,14 @@ def sum_of_terms(q, k, key_logits, row, column, scale, QUERIES: tl.constexpr, RO
     if key_logits is not None:
         logits += key_logits[None, :]
     # Positions are added in the products' layout: three axes are not.
-    if row is not None:
-        logits += tl.reshape(tl.broadcast_to(row[:, :, None], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS))
-    if column is not None:
-        logits += tl.reshape(tl.broadcast_to(column[:, None, :], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS))
+    if row_logits is not None:
+        logits += tl.reshape(
+            tl.broadcast_to(row_logits[:, :, None], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS)
+        )
+    if column_logits is not None:
+        logits += tl.reshape(
+            tl.broadcast_to(column_logits[:, None, :], (QUERIES, ROWS, COLUMNS)), (QUERIES, ROWS * COLUMNS)
+        )
     return logits
 
 
@@ -148,9 +156,10 @@ def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 
 @triton.jit(do_not_specialize=NUMBERS)
 def forward(
-    value, query, key, row, column, key_logits, output, lse,
+    value, query, key, row_logits, column_logits, key_logits, output, lse,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
+    row_logits_b, row_logits_m, row_logits_h, row_logits_w, column_logits_b, column_logits_m, column_logits_h,
+    column_logits_w, key_logits_b, key_logits_m, key_logits_h,
     output_b, output_m, output_h, output_w,
     scale, M, Wq, queries, Hk, Wk, keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -163,29 +172,29 @@ def forward(
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
     key = slab(key, b, m, key_b, key_m, ALIGNED)
-    row = slab(row, b, m, row_b, row_m, 1)
-    column = slab(column, b, m, column_b, column_m, LINE)
+    row_logits = slab(row_logits, b, m, row_logits_b, row_logits_m, 1)
+    column_logits = slab(column_logits, b, m, column_logits_b, column_logits_m, LINE)
     key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
-    row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
-    column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
+    row_places = places(cells, row_logits_h, row_logits_w, Wq, 1, FLAT, LONG)
+    column_places = places(cells, column_logits_h, column_logits_w, Wq, LINE, FLAT, LONG)
 
     slot = tl.arange(0, ROWS * COLUMNS)
-    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
     greatest = tl.full((QUERIES,), -float("inf"), tl.float32)  # of the logits, times log2(e)
     total = tl.zeros((QUERIES,), tl.float32)
     mixed = tl.zeros((QUERIES, BLOCK_DV), tl.float32)
     for start in range(0, Wk if WIDE else 1, COLUMNS):
         columns = start + slot % COLUMNS
-        column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
+        column_terms = load_lines(column_logits, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
         for first in range(0, Hk, ROWS):
             rows = first + slot // COLUMNS
             there = (columns < Wk) & (rows * Wk + columns < keys)
             k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
             v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
             of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
-            row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
-            logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+            row_terms = load_lines(row_logits, row_places, known, first + tl.arange(0, ROWS), Hk)
+            logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
                                   PRECISION, UPCAST)  # fmt: skip
             before = greatest
             greatest = tl.maximum(before, tl.max(logits, 1) * LOG2E)
@@ -206,13 +215,15 @@ def forward(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    value, query, key, row, column, key_logits, grad_output, output, lse, products, inverse,
-    grad_query, grad_row, grad_column,
+    value, query, key, row_logits, column_logits, key_logits, grad_output, output, lse, products, inverse,
+    grad_query, grad_row_logits, grad_column_logits,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
+    row_logits_b, row_logits_m, row_logits_h, row_logits_w, column_logits_b, column_logits_m, column_logits_h,
+    column_logits_w, key_logits_b, key_logits_m, key_logits_h,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, output_b, output_m, output_h, output_w,
     grad_query_b, grad_query_m, grad_query_h, grad_query_w,
-    grad_row_b, grad_row_m, grad_row_h, grad_row_w, grad_column_b, grad_column_m, grad_column_h, grad_column_w,
+    grad_row_logits_b, grad_row_logits_m, grad_row_logits_h, grad_row_logits_w, grad_column_logits_b,
+    grad_column_logits_m, grad_column_logits_h, grad_column_logits_w,
     scale, M, Wq, queries, Hk, Wk, keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     QUERIES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
@@ -230,13 +241,13 @@ def query_gradients(
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
     key = slab(key, b, m, key_b, key_m, ALIGNED)
-    row = slab(row, b, m, row_b, row_m, 1)
-    column = slab(column, b, m, column_b, column_m, LINE)
+    row_logits = slab(row_logits, b, m, row_logits_b, row_logits_m, 1)
+    column_logits = slab(column_logits, b, m, column_logits_b, column_logits_m, LINE)
     key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
-    grad_row = slab(grad_row, b, m, grad_row_b, grad_row_m, 1)
+    grad_row_logits = slab(grad_row_logits, b, m, grad_row_logits_b, grad_row_logits_m, 1)
     grad_query = slab(grad_query, b, m, grad_query_b, grad_query_m, ALIGNED)
-    grad_column = slab(grad_column, b, m, grad_column_b, grad_column_m, 1)
+    grad_column_logits = slab(grad_column_logits, b, m, grad_column_logits_b, grad_column_logits_m, 1)
     grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
     g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
     output = slab(output, b, m, output_b, output_m, ALIGNED)
@@ -244,11 +255,11 @@ def query_gradients(
     product = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
     q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
-    row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
-    column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
+    row_places = places(cells, row_logits_h, row_logits_w, Wq, 1, FLAT, LONG)
+    column_places = places(cells, column_logits_h, column_logits_w, Wq, LINE, FLAT, LONG)
 
     slot = tl.arange(0, ROWS * COLUMNS)
-    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
     total, factor = None, None
     if inverse is not None:
         total, factor = tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), 1.0, tl.float32)
@@ -262,7 +273,7 @@ def query_gradients(
         for start in range(0, Wk if WIDE else 1, COLUMNS):
             columns = start + slot % COLUMNS
             line = start + tl.arange(0, COLUMNS)
-            column_logits = load_lines(column, column_places, known, line, Wk // LINE * LINE)
+            column_terms = load_lines(column_logits, column_places, known, line, Wk // LINE * LINE)
             column_sum = tl.zeros((QUERIES, COLUMNS), tl.float32)
             for first in range(0, Hk, ROWS):
                 rows = first + slot // COLUMNS
@@ -271,8 +282,8 @@ def query_gradients(
                 k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
                 v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
                 of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
-                row_logits = load_lines(row, row_places, known, lines, Hk)
-                logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+                row_terms = load_lines(row_logits, row_places, known, lines, Hk)
+                logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
                                       PRECISION, UPCAST)  # fmt: skip
                 weights = weights_of(logits, norm, factor)
                 slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
@@ -282,19 +293,29 @@ def query_gradients(
                 size += tl.sum(tl.abs(slopes), 1)
                 if grad_query is not None:
                     query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
-                if grad_row is not None:
+                if grad_row_logits is not None:
                     row_sum = tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 2)
-                    row_pointers = grad_row + places(cells, grad_row_h, grad_row_w, Wq, 1, FLAT, LONG)[:, None]
+                    row_pointers = (
+                        grad_row_logits
+                        + places(cells, grad_row_logits_h, grad_row_logits_w, Wq, 1, FLAT, LONG)[:, None]
+                    )
                     row_mask = known[:, None] & (lines < Hk)[None, :]
                     if WIDE:  # the row's other columns came before
                         row_sum += tl.load(row_pointers + lines[None, :], mask=row_mask & (start > 0), other=0.0)
-                    tl.store(row_pointers + lines[None, :], row_sum.to(grad_row.dtype.element_ty), mask=row_mask)
-                if grad_column is not None:
+                    tl.store(row_pointers + lines[None, :], row_sum.to(grad_row_logits.dtype.element_ty), mask=row_mask)
+                if grad_column_logits is not None:
                     column_sum += tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 1)
-            if grad_column is not None:
-                column_pointers = grad_column + places(cells, grad_column_h, grad_column_w, Wq, 1, FLAT, LONG)[:, None]
+            if grad_column_logits is not None:
+                column_pointers = (
+                    grad_column_logits
+                    + places(cells, grad_column_logits_h, grad_column_logits_w, Wq, 1, FLAT, LONG)[:, None]
+                )
                 column_mask = known[:, None] & (line < Wk)[None, :]
-                tl.store(column_pointers + line[None, :], column_sum.to(grad_column.dtype.element_ty), mask=column_mask)
+                tl.store(
+                    column_pointers + line[None, :],
+                    column_sum.to(grad_column_logits.dtype.element_ty),
+                    mask=column_mask,
+                )
             if WIDE:
                 tl.debug_barrier()  # what one thread stored of rows' gradients, another may load
         if inverse is not None:
@@ -305,7 +326,7 @@ def query_gradients(
         if grad_query is not None:
             query_places = places(cells, grad_query_h, grad_query_w, Wq, ALIGNED, FLAT, LONG)
             store_cells(grad_query, query_places, known, query_sum * scale, D, BLOCK_D)
-        again = unsettled(drift, size, total, grad_row is not None or grad_column is not None)
+        again = unsettled(drift, size, total, grad_row_logits is not None or grad_column_logits is not None)
         turn = tl.where(again, turn + 1, 2)
         product += drift
     tl.store(products + head * queries + cells, product, mask=known)
@@ -315,10 +336,11 @@ def query_gradients(
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    value, query, key, row, column, key_logits, grad_output, lse, products, inverse, grad_key, grad_value,
+    value, query, key, row_logits, column_logits, key_logits, grad_output, lse, products, inverse, grad_key, grad_value,
     grad_key_logits,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    row_b, row_m, row_h, row_w, column_b, column_m, column_h, column_w, key_logits_b, key_logits_m, key_logits_h,
+    row_logits_b, row_logits_m, row_logits_h, row_logits_w, column_logits_b, column_logits_m, column_logits_h,
+    column_logits_w, key_logits_b, key_logits_m, key_logits_h,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
     grad_value_b, grad_value_m, grad_value_h, grad_value_w,
     grad_key_logits_b, grad_key_logits_m, grad_key_logits_h, grad_key_logits_w,
@@ -335,14 +357,14 @@ def key_gradients(
     tile = tl.program_id(0) % blocks
     first, start = tile % row_blocks * ROWS, tile // row_blocks * COLUMNS
     slot = tl.arange(0, ROWS * COLUMNS)
-    MASKED: tl.constexpr = row is not None and column is not None  # beyond the map they are -inf
+    MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
     rows, columns = first + slot // COLUMNS, start + slot % COLUMNS
     there = (columns < Wk) & (rows * Wk + columns < keys)
     value = slab(value, b, m, value_b, value_m, ALIGNED)
     query = slab(query, b, m, query_b, query_m, ALIGNED)
     key = slab(key, b, m, key_b, key_m, ALIGNED)
-    row = slab(row, b, m, row_b, row_m, 1)
-    column = slab(column, b, m, column_b, column_m, LINE)
+    row_logits = slab(row_logits, b, m, row_logits_b, row_logits_m, 1)
+    column_logits = slab(column_logits, b, m, column_logits_b, column_logits_m, LINE)
     key_logits = slab(key_logits, b, m, key_logits_b, key_logits_m, 1)
     grad_output = slab(grad_output, b, m, grad_output_b, grad_output_m, ALIGNED)
     k = load_cells(key, tile_places(rows, columns, key_h, key_w, ALIGNED, LONG), there, D, BLOCK_D)
@@ -358,11 +380,11 @@ def key_gradients(
         q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
         grad_places = places(cells, grad_output_h, grad_output_w, Wq, ALIGNED, FLAT, LONG)
         g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
-        row_places = places(cells, row_h, row_w, Wq, 1, FLAT, LONG)
-        row_logits = load_lines(row, row_places, known, first + tl.arange(0, ROWS), Hk)
-        column_places = places(cells, column_h, column_w, Wq, LINE, FLAT, LONG)
-        column_logits = load_lines(column, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
-        logits = sum_of_terms(q, k, of_keys, row_logits, column_logits, scale, QUERIES, ROWS, COLUMNS,
+        row_places = places(cells, row_logits_h, row_logits_w, Wq, 1, FLAT, LONG)
+        row_terms = load_lines(row_logits, row_places, known, first + tl.arange(0, ROWS), Hk)
+        column_places = places(cells, column_logits_h, column_logits_w, Wq, LINE, FLAT, LONG)
+        column_terms = load_lines(column_logits, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
+        logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
                               PRECISION, UPCAST)  # fmt: skip
         norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
         factor = of_rows(inverse, head * queries + cells, known)

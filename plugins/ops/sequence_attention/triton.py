@@ -89,8 +89,8 @@ def _arithmetic(tensor: Tensor) -> str:
 
 # Tensors with strides: rows of vectors, logits that are read a line at a time, logits that are read one by one.
 _VECTORS = ("value", "query", "key", "output", "attended", "grad_output", "grad_query", "grad_key", "grad_value")
-_LINES = ("position", "grad_position")
-_TAPS = ("band", "outside", "grad_band", "grad_outside")
+_LINES = ("position_logits", "grad_position_logits")
+_TAPS = ("band_logits", "outside_logits", "grad_band_logits", "grad_outside_logits")
 
 
 class Call:
@@ -109,12 +109,12 @@ class Call:
         padding = None if mask is None else mask.contiguous().view(torch.uint8)
         ids = options.segment_ids
         self.tensors = dict(
-            value=value, query=query, key=key, band=band, outside=outside, position=position,
-            padding=padding, segments=None if ids is None else ids.contiguous(),
+            value=value, query=query, key=key, band_logits=band, outside_logits=outside, position_logits=position,
+            key_padding_mask=padding, segment_ids=None if ids is None else ids.contiguous(),
         )  # fmt: skip
         self.numbers: dict[str, float] = dict(
             M=self.M, T=self.T, S=self.S, K=self.K, left=left, start=start, scale=float(options.scale),
-            period=1 if ids is None else ids.shape[0], padding_b=0 if padding is None else padding.stride(0),
+            period=1 if ids is None else ids.shape[0], key_padding_mask_b=0 if padding is None else padding.stride(0),
         )  # fmt: skip
         self.device, self.itemsize = terms.value.device, dtype.itemsize
         self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
@@ -143,7 +143,7 @@ class Call:
         numbers: dict[str, int] | None = None,
         **constants: Any,
     ) -> None:
-        """Launch ``kernel``, with the tensors and numbers that it names beside those of every kernel."""
+        """Launch ``kernel`` with the tensors and numbers of every kernel and its own."""
         tensors = self.tensors | tensors
         vectors = [tensors[name] for name in _VECTORS if name in tensors]
         unit = 16 // self.itemsize
@@ -163,7 +163,7 @@ class Call:
         )  # fmt: skip
 
 
-def _near(step: int) -> int:
+def _band_block(step: int) -> int:
     """Return how many keys or queries a loop takes per step where a band touches them, at least 16 for ``tl.dot``."""
     return max(16, step // 2)
 
@@ -205,7 +205,7 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     if call.S <= SHORT:
         tile = tile._replace(keys=min(tile.keys, SHORT // 2))
     programs = call.B * call.M * -(-call.T // tile.queries)
-    call.run(kernels.attend, programs, tile, dict(output=output, lse=lse), NEAR=_near(tile.keys))
+    call.run(kernels.attend, programs, tile, dict(output=output, lse=lse), BLOCK_BAND=_band_block(tile.keys))
 
 
 def backward(
@@ -251,16 +251,20 @@ def backward(
         position.zero_()
     tile = call.tiles[1]
     programs = B * M * -(-T // tile.queries)
-    targets_of_queries = dict(grad_query=query, grad_band=band, grad_outside=outside, grad_position=position)
+    targets_of_queries = dict(
+        grad_query=query, grad_band_logits=band, grad_outside_logits=outside, grad_position_logits=position
+    )
     call.run(
         kernels.differentiate_queries, programs, tile,
-        dict(**tensors, attended=_with_rows(output), **targets_of_queries), NEAR=_near(tile.keys),
+        dict(**tensors, attended=_with_rows(output), **targets_of_queries), BLOCK_BAND=_band_block(tile.keys),
     )  # fmt: skip
     if key is not None or value is not None:
         tile = call.tiles[2]
         programs = B * M * -(-S // tile.keys)
         targets_of_keys = dict(grad_key=key, grad_value=value)
-        call.run(kernels.differentiate_keys, programs, tile, tensors | targets_of_keys, NEAR=_near(tile.queries))
+        call.run(
+            kernels.differentiate_keys, programs, tile, tensors | targets_of_keys, BLOCK_BAND=_band_block(tile.queries)
+        )
     if shared is not None:
         targets["position_logits"] = _sum_position(kernels.differentiate_position, call, tensors, shared.shape)
     return targets

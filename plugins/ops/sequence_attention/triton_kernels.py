@@ -20,9 +20,9 @@ from .triton_logits import (
     BEHIND,
     LOG2E,
     bounds,
-    far_logits,
     ids_of,
     keys_seen,
+    load_outside,
     logits_of,
     segments_of,
     tile_of,
@@ -30,25 +30,29 @@ from .triton_logits import (
     weights_and_gradients,
 )
 
+TENSORS = (
+    *("query", "key", "value", "band_logits", "outside_logits", "position_logits", "output", "attended"),
+    *("grad_output", "grad_query", "grad_key", "grad_value"),
+    *("grad_band_logits", "grad_outside_logits", "grad_position_logits"),
+)
 # Arguments that differ from call to call, for which nothing is compiled again.
-PLAIN = [
-    *("M", "T", "S", "K", "left", "start", "padding_b", "period"),
+VARYING = [
+    *("M", "T", "S", "K", "left", "start", "key_padding_mask_b", "period"),
     *("reduced_b", "reduced_m", "reduced_t", "share", "heads", "entries"),
-    *(f"{tensor}_{axis}" for tensor in ("query", "key", "value", "band", "outside", "position", "output", "attended",
-                                        "grad_output", "grad_query", "grad_key", "grad_value", "grad_band",
-                                        "grad_outside", "grad_position")
-      for axis in "bmt"),
-]  # fmt: skip
+    *(f"{tensor}_{axis}" for tensor in TENSORS for axis in "bmt"),
+]
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=VARYING)
 def attend(
-    value, query, key, band, outside, position, padding, segments, output, lse,
-    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b, output_b, output_m, output_t,
+    value, query, key, band_logits, outside_logits, position_logits, key_padding_mask, segment_ids, output, lse,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_logits_b, band_logits_m,
+    band_logits_t,
+    outside_logits_b, outside_logits_m, outside_logits_t, position_logits_b, position_logits_m, position_logits_t,
+    key_padding_mask_b, output_b, output_m, output_t,
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_BAND: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs and log-sum-exps of a block of queries, +inf where all keys are masked."""
@@ -60,34 +64,35 @@ def attend(
     query = matrix_of(query, b, m, query_b, query_m, UNIT)
     key = matrix_of(key, b, m, key_b, key_m, UNIT)
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
-    band = matrix_of(band, b, m, band_b, band_m, 1)
-    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, LINE)
-    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
-    far = far_logits(outside, t0, T, outside_t, BLOCK_T)
-    segments = segments_of(segments, b, period, S)
-    own = ids_of(segments, t0 + start, S, BLOCK_T)
+    band_logits = matrix_of(band_logits, b, m, band_logits_b, band_logits_m, 1)
+    outside_logits = matrix_of(outside_logits, b, m, outside_logits_b, outside_logits_m, 1)
+    position_logits = matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE)
+    key_padding_mask = matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1)
+    outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_T)
+    segment_ids = segments_of(segment_ids, b, period, S)
+    own = ids_of(segment_ids, t0 + start, S, BLOCK_T)
     q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
     top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_T,), tl.float32)
     mixed = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
     end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
-    first_part: tl.constexpr = ALL if band is None else BEFORE
-    last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
+    first_part: tl.constexpr = ALL if band_logits is None else BEFORE
+    last_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEHIND
     for PART in tl.static_range(first_part, last_part + 1):
-        low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
-        for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
-            k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
+        low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, BLOCK_BAND)
+        for s0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
+            k = rows(key, s0, S, key_t, BLOCK_BAND if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
             logits = logits_of(
-                q, k, t0, s0, far, own, band, position, padding, segments, band_t, position_t, T, S, K, left, start,
-                scale, BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
+                q, k, t0, s0, outside, own, band_logits, position_logits, key_padding_mask, segment_ids,
+                band_logits_t, position_logits_t, T, S, K, left, start,
+                scale, BLOCK_T, BLOCK_BAND if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
             )  # fmt: skip
             higher = tl.maximum(top, tl.max(logits, 1))
             finite = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(logits - finite[:, None])
             less = tl.exp2(top - finite)
             total = total * less + tl.sum(weights, 1)
-            v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
+            v = rows(value, s0, S, value_t, BLOCK_BAND if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
             mixed = multiply(weights.to(v.dtype), v, mixed * less[:, None], PRECISION, UPCAST)
             top = higher
     masked = total == 0
@@ -97,19 +102,23 @@ def attend(
     tl.store(lse + head.to(tl.int64) * T + t, logsumexp, mask=t < T)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=VARYING)
 def differentiate_queries(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, attended,
-    grad_query, grad_band, grad_outside, grad_position,
-    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    value, query, key, band_logits, outside_logits, position_logits, key_padding_mask, segment_ids, grad_output, lse,
+    delta, inverse, attended,
+    grad_query, grad_band_logits, grad_outside_logits, grad_position_logits,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_logits_b, band_logits_m,
+    band_logits_t,
+    outside_logits_b, outside_logits_m, outside_logits_t, position_logits_b, position_logits_m, position_logits_t,
+    key_padding_mask_b,
     grad_output_b, grad_output_m, grad_output_t,
     attended_b, attended_m, attended_t,
-    grad_query_b, grad_query_m, grad_query_t, grad_band_b, grad_band_m, grad_band_t,
-    grad_outside_b, grad_outside_m, grad_outside_t, grad_position_b, grad_position_m, grad_position_t,
+    grad_query_b, grad_query_m, grad_query_t, grad_band_logits_b, grad_band_logits_m, grad_band_logits_t,
+    grad_outside_logits_b, grad_outside_logits_m, grad_outside_logits_t, grad_position_logits_b,
+    grad_position_logits_m, grad_position_logits_t,
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_BAND: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of what belongs to a block of queries, and what the other kernels need of these.
@@ -131,22 +140,22 @@ def differentiate_queries(
     query = matrix_of(query, b, m, query_b, query_m, UNIT)
     key = matrix_of(key, b, m, key_b, key_m, UNIT)
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
-    band = matrix_of(band, b, m, band_b, band_m, 1)
-    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, LINE)
-    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
-    far = far_logits(outside, t0, T, outside_t, BLOCK_T)
-    segments = segments_of(segments, b, period, S)
-    own = ids_of(segments, t0 + start, S, BLOCK_T)
+    band_logits = matrix_of(band_logits, b, m, band_logits_b, band_logits_m, 1)
+    outside_logits = matrix_of(outside_logits, b, m, outside_logits_b, outside_logits_m, 1)
+    position_logits = matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE)
+    key_padding_mask = matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1)
+    outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_T)
+    segment_ids = segments_of(segment_ids, b, period, S)
+    own = ids_of(segment_ids, t0 + start, S, BLOCK_T)
     q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
     norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
     end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
     grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
-    grad_band = matrix_of(grad_band, b, m, grad_band_b, grad_band_m, 1)
-    grad_outside = matrix_of(grad_outside, b, m, grad_outside_b, grad_outside_m, 1)
-    grad_position = matrix_of(grad_position, b, m, grad_position_b, grad_position_m, LINE)
-    first_part: tl.constexpr = ALL if band is None else BEFORE
-    last_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEHIND
+    grad_band_logits = matrix_of(grad_band_logits, b, m, grad_band_logits_b, grad_band_logits_m, 1)
+    grad_outside_logits = matrix_of(grad_outside_logits, b, m, grad_outside_logits_b, grad_outside_logits_m, 1)
+    grad_position_logits = matrix_of(grad_position_logits, b, m, grad_position_logits_b, grad_position_logits_m, LINE)
+    first_part: tl.constexpr = ALL if band_logits is None else BEFORE
+    last_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEHIND
     total, factor = None, None
     if inverse is not None:
         total, factor = tl.zeros((BLOCK_T,), tl.float32), tl.full((BLOCK_T,), 1.0, tl.float32)
@@ -159,14 +168,15 @@ def differentiate_queries(
         sum_outside = tl.zeros((BLOCK_T,), tl.float32)
         sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for PART in tl.static_range(first_part, last_part + 1):
-            low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, NEAR)
-            for s0 in tl.range(low, high, NEAR if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
-                k = rows(key, s0, S, key_t, NEAR if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
-                v = rows(value, s0, S, value_t, NEAR if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
+            low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, BLOCK_BAND)
+            for s0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
+                k = rows(key, s0, S, key_t, BLOCK_BAND if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
+                v = rows(value, s0, S, value_t, BLOCK_BAND if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
                 weights, slopes = weights_and_gradients(
-                    q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t,
-                    position_t, T, S, K, left, start, scale,
-                    BLOCK_T, NEAR if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
+                    q, k, v, grad, norm, factor, t0, s0, outside, own, band_logits, position_logits, key_padding_mask,
+                    segment_ids, band_logits_t,
+                    position_logits_t, T, S, K, left, start, scale,
+                    BLOCK_T, BLOCK_BAND if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
                 )  # fmt: skip
                 slopes = weights * (slopes - mean[:, None])
                 if inverse is not None:
@@ -175,18 +185,23 @@ def differentiate_queries(
                 size += tl.sum(tl.abs(slopes), 1)
                 if grad_query is not None:
                     sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
-                row, column = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, NEAR if PART == AT else BLOCK_S)[None, :]
+                row, column = (
+                    tl.arange(0, BLOCK_T)[:, None],
+                    tl.arange(0, BLOCK_BAND if PART == AT else BLOCK_S)[None, :],
+                )
                 there = (row < T - t0) & (column < S - s0)
                 shift = s0 - t0 + left - start
                 tap = (column + shift) - row
                 inside = (tap >= 0) & (tap < K)
-                if grad_position is not None:
-                    place, known = tile_of(grad_position, grad_position_t, t0, s0, T, S, row, column, LINE)
-                    tl.store(place, slopes.to(grad_position.dtype.element_ty), mask=known)
-                if (grad_band is not None) and PART == AT:
-                    place = tile_of_band(grad_band, grad_band_t, t0, shift, row, column)
-                    tl.store(place, slopes.to(grad_band.dtype.element_ty), mask=there & inside)
-                if grad_outside is not None:
+                if grad_position_logits is not None:
+                    place, known = tile_of(
+                        grad_position_logits, grad_position_logits_t, t0, s0, T, S, row, column, LINE
+                    )
+                    tl.store(place, slopes.to(grad_position_logits.dtype.element_ty), mask=known)
+                if (grad_band_logits is not None) and PART == AT:
+                    place = tile_of_band(grad_band_logits, grad_band_logits_t, t0, shift, row, column)
+                    tl.store(place, slopes.to(grad_band_logits.dtype.element_ty), mask=there & inside)
+                if grad_outside_logits is not None:
                     sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
         if inverse is not None:
             share = 1 / tl.where(total == 0, 1.0, total)
@@ -196,10 +211,10 @@ def differentiate_queries(
             factor *= share
         if grad_query is not None:
             store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
-        if grad_outside is not None:
-            place = grad_outside + t.to(tl.int64) * grad_outside_t
-            tl.store(place, sum_outside.to(grad_outside.dtype.element_ty), mask=t < T)
-        again = unsettled(drift, size, total, grad_band is not None or grad_position is not None)
+        if grad_outside_logits is not None:
+            place = grad_outside_logits + t.to(tl.int64) * grad_outside_logits_t
+            tl.store(place, sum_outside.to(grad_outside_logits.dtype.element_ty), mask=t < T)
+        again = unsettled(drift, size, total, grad_band_logits is not None or grad_position_logits is not None)
         turn = tl.where(again, turn + 1, 2)
         mean += drift
     tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
@@ -207,17 +222,20 @@ def differentiate_queries(
         tl.store(inverse + head.to(tl.int64) * T + t, factor, mask=t < T)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=VARYING)
 def differentiate_keys(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse,
+    value, query, key, band_logits, outside_logits, position_logits, key_padding_mask, segment_ids, grad_output, lse,
+    delta, inverse,
     grad_key, grad_value,
-    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_logits_b, band_logits_m,
+    band_logits_t,
+    outside_logits_b, outside_logits_m, outside_logits_t, position_logits_b, position_logits_m, position_logits_t,
+    key_padding_mask_b,
     grad_output_b, grad_output_m, grad_output_t,
     grad_key_b, grad_key_m, grad_key_t, grad_value_b, grad_value_m, grad_value_t,
     M, T, S, K, left, start, period, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, NEAR: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_BAND: tl.constexpr, CAUSAL: tl.constexpr, UNIT: tl.constexpr,
     LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of keys and values."""
@@ -228,12 +246,12 @@ def differentiate_keys(
     query = matrix_of(query, b, m, query_b, query_m, UNIT)
     key = matrix_of(key, b, m, key_b, key_m, UNIT)
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
-    band = matrix_of(band, b, m, band_b, band_m, 1)
-    outside = matrix_of(outside, b, m, outside_b, outside_m, 1)
-    position = matrix_of(position, b, m, position_b, position_m, LINE)
-    padding = matrix_of(padding, b, m, padding_b, padding_b * 0, 1)
+    band_logits = matrix_of(band_logits, b, m, band_logits_b, band_logits_m, 1)
+    outside_logits = matrix_of(outside_logits, b, m, outside_logits_b, outside_logits_m, 1)
+    position_logits = matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE)
+    key_padding_mask = matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1)
     grad_output = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
-    segments = segments_of(segments, b, period, S)
+    segment_ids = segments_of(segment_ids, b, period, S)
     k = rows(key, s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
     v = rows(value, s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
     first = s0 * 0
@@ -241,22 +259,23 @@ def differentiate_keys(
         first = tl.maximum(s0 - start, 0) // BLOCK_T * BLOCK_T
     sum_key = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
     sum_value = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
-    first_part: tl.constexpr = ALL if band is None else AT if CAUSAL else BEFORE
-    last_part: tl.constexpr = ALL if band is None else BEHIND
+    first_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEFORE
+    last_part: tl.constexpr = ALL if band_logits is None else BEHIND
     for PART in tl.static_range(first_part, last_part + 1):
-        low, high = bounds(PART, first, T, s0 - start + left - K + 1, K + BLOCK_S - 1, BLOCK_T, NEAR)
-        for t0 in tl.range(low, high, NEAR if PART == AT else BLOCK_T, num_stages=1 if PART == AT else None):
-            t = t0 + tl.arange(0, NEAR if PART == AT else BLOCK_T)
-            q = rows(query, t0, T, query_t, NEAR if PART == AT else BLOCK_T, D, BLOCK_D, UNIT)
-            grad = rows(grad_output, t0, T, grad_output_t, NEAR if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
+        low, high = bounds(PART, first, T, s0 - start + left - K + 1, K + BLOCK_S - 1, BLOCK_T, BLOCK_BAND)
+        for t0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_T, num_stages=1 if PART == AT else None):
+            t = t0 + tl.arange(0, BLOCK_BAND if PART == AT else BLOCK_T)
+            q = rows(query, t0, T, query_t, BLOCK_BAND if PART == AT else BLOCK_T, D, BLOCK_D, UNIT)
+            grad = rows(grad_output, t0, T, grad_output_t, BLOCK_BAND if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
             norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
-            far = far_logits(outside, t0, T, outside_t, NEAR if PART == AT else BLOCK_T)
-            own = ids_of(segments, t0 + start, S, NEAR if PART == AT else BLOCK_T)
+            outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_BAND if PART == AT else BLOCK_T)
+            own = ids_of(segment_ids, t0 + start, S, BLOCK_BAND if PART == AT else BLOCK_T)
             factor = of_rows(inverse, head.to(tl.int64) * T + t, t < T)
             weights, slopes = weights_and_gradients(
-                q, k, v, grad, norm, factor, t0, s0, far, own, band, position, padding, segments, band_t, position_t,
+                q, k, v, grad, norm, factor, t0, s0, outside, own, band_logits, position_logits, key_padding_mask,
+                segment_ids, band_logits_t, position_logits_t,
                 T, S, K, left, start, scale,
-                NEAR if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, LINE, PRECISION, UPCAST,
+                BLOCK_BAND if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, LINE, PRECISION, UPCAST,
             )  # fmt: skip
             if grad_value is not None:
                 sum_value = multiply(weights.to(grad.dtype), grad, sum_value, PRECISION, UPCAST)
@@ -272,11 +291,14 @@ def differentiate_keys(
         store_rows(grad_value, s0, S, grad_value_t, sum_value, BLOCK_S, DV, BLOCK_DV, UNIT)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=VARYING)
 def differentiate_position(
-    value, query, key, band, outside, position, padding, segments, grad_output, lse, delta, inverse, sums,
-    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    value, query, key, band_logits, outside_logits, position_logits, key_padding_mask, segment_ids, grad_output, lse,
+    delta, inverse, sums,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_logits_b, band_logits_m,
+    band_logits_t,
+    outside_logits_b, outside_logits_m, outside_logits_t, position_logits_b, position_logits_m, position_logits_t,
+    key_padding_mask_b,
     grad_output_b, grad_output_m, grad_output_t,
     heads, reduced_b, reduced_m, reduced_t, share,
     M, T, S, K, left, start, period, scale,
@@ -301,7 +323,7 @@ def differentiate_position(
     if CAUSAL and not EVERY_QUERY:
         end = tl.where(s0 < keys_seen(own_t * BLOCK_T, S, start, BLOCK_T, CAUSAL), end, 0)
     total = tl.zeros((BLOCK_T, BLOCK_S), tl.float32)
-    part_of_all: tl.constexpr = ALL if band is None else AT  # any tile may be one that a band touches
+    part_of_all: tl.constexpr = ALL if band_logits is None else AT  # any tile may be one that a band touches
     for step in range(part * share, end):
         b, m = own_b + step // reduced_t // reduced_m, own_m + step // reduced_t % reduced_m
         t0 = (own_t + step % reduced_t) * BLOCK_T
@@ -315,13 +337,17 @@ def differentiate_position(
         norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
         mean = tl.load(delta + row, mask=t < T, other=0.0)
         factor = of_rows(inverse, row, t < T)
-        far = far_logits(matrix_of(outside, b, m, outside_b, outside_m, 1), t0, T, outside_t, BLOCK_T)
-        lines = segments_of(segments, b, period, S)
+        outside = load_outside(
+            matrix_of(outside_logits, b, m, outside_logits_b, outside_logits_m, 1), t0, T, outside_logits_t, BLOCK_T
+        )
+        lines = segments_of(segment_ids, b, period, S)
         own = ids_of(lines, t0 + start, S, BLOCK_T)
         weights, slopes = weights_and_gradients(
-            q, k, v, grad, norm, factor, t0, s0, far, own, matrix_of(band, b, m, band_b, band_m, 1),
-            matrix_of(position, b, m, position_b, position_m, LINE),
-            matrix_of(padding, b, m, padding_b, padding_b * 0, 1), lines, band_t, position_t,
+            q, k, v, grad, norm, factor, t0, s0, outside, own, matrix_of(band_logits, b, m, band_logits_b,
+            band_logits_m, 1),
+            matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE),
+            matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1), lines, band_logits_t,
+            position_logits_t,
             T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, LINE, PRECISION, UPCAST,
         )  # fmt: skip
@@ -335,11 +361,14 @@ def differentiate_position(
         tl.store(sums + (place * T + t)[:, None] * S + s[None, :], total, mask=there)
 
 
-@triton.jit(do_not_specialize=PLAIN)
+@triton.jit(do_not_specialize=VARYING)
 def differentiate_windows(
-    value, query, key, band, outside, position, padding, segments, grad_output, sums, grad_query, grad_key, grad_value,
-    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_b, band_m, band_t,
-    outside_b, outside_m, outside_t, position_b, position_m, position_t, padding_b,
+    value, query, key, band_logits, outside_logits, position_logits, key_padding_mask, segment_ids, grad_output, sums,
+    grad_query, grad_key, grad_value,
+    value_b, value_m, value_t, query_b, query_m, query_t, key_b, key_m, key_t, band_logits_b, band_logits_m,
+    band_logits_t,
+    outside_logits_b, outside_logits_m, outside_logits_t, position_logits_b, position_logits_m, position_logits_t,
+    key_padding_mask_b,
     grad_output_b, grad_output_m, grad_output_t,
     grad_query_b, grad_query_m, grad_query_t, grad_key_b, grad_key_m, grad_key_t,
     grad_value_b, grad_value_m, grad_value_t,
@@ -363,11 +392,12 @@ def differentiate_windows(
         v = rows(matrix_of(value, b, m, value_b, value_m, UNIT), 0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
         grad = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
         grad = rows(grad, 0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
-        lines = segments_of(segments, b, period, S)
+        lines = segments_of(segment_ids, b, period, S)
         logits = logits_of(
             q, k, 0, 0, None, ids_of(lines, start, S, BLOCK_T), None,
-            matrix_of(position, b, m, position_b, position_m, LINE),
-            matrix_of(padding, b, m, padding_b, padding_b * 0, 1), lines, band_t, position_t,
+            matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE),
+            matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1), lines, band_logits_t,
+            position_logits_t,
             T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, ALL, False, LINE, PRECISION, UPCAST,
         )  # fmt: skip
