@@ -55,7 +55,8 @@ def heads_innermost(tensor: Tensor) -> Tensor:
 
 def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``tensor`` in ``dtype`` with a contiguous last axis, copied only if necessary."""
-    tensor = tensor.to(dtype)
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
     return heads_innermost(tensor).contiguous().permute(0, 3, 1, 2, 4)
@@ -75,13 +76,15 @@ def _parts(logits: Tensor, H: int, W: int) -> tuple[Tensor, Tensor]:
 def _fill_padding(logits: Tensor, H: int, W: int, number: float) -> None:
     start = aligned(H)
     if start > H:
-        logits[..., H:start] = number
+        logits[..., H:start].fill_(number)
     if logits.shape[-1] > start + W:
-        logits[..., start + W :] = number
+        logits[..., start + W :].fill_(number)
 
 
-@lru_cache(maxsize=1024)
-def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+Strides = tuple[int, ...]
+
+
+def _merged_axes(sizes: tuple[int, ...], strides: tuple[Strides, ...]) -> tuple[int, ...]:
     """Return the batch axes, in memory order, that can be merged in all tensors: those with the most items."""
     axes = [n for n in range(3) if sizes[n] > 1] or [2]
 
@@ -92,19 +95,22 @@ def _merged_axes(sizes: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -
     return max(orders, key=lambda order: math.prod(sizes[n] for n in order))
 
 
-def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Yield (batch, rows, columns) views of (B, M, N, rows, columns) tensors, as few as their strides allow."""
-    sizes, strides = tuple(tensors[0].shape[:3]), tuple(t.stride() for t in tensors)
+@lru_cache(maxsize=1024)
+def _views(sizes: tuple[int, ...], strides: tuple[Strides, ...]) -> tuple[int, list[Strides], list[Strides]]:
+    """Return the matrices of a batch, the strides of each tensor's batches, and the tensors' offsets of each batch."""
     merged = _merged_axes(sizes, strides)
     rest = [n for n in range(3) if n not in merged]
-    count, inner = math.prod(sizes[n] for n in merged), merged[-1]
-    views = [(t, (count, *t.shape[3:]), (s[inner], *s[3:]), t.storage_offset()) for t, s in zip(tensors, strides)]
-    for index in product(*(range(sizes[n]) for n in rest)):
-        steps = tuple(zip(index, rest))
-        yield [
-            t.as_strided(shape, stride, start + sum(i * s[n] for i, n in steps))
-            for (t, shape, stride, start), s in zip(views, strides)
-        ]
+    indices = product(*(range(sizes[n]) for n in rest))
+    offsets = [tuple(sum(i * s[n] for i, n in zip(index, rest)) for s in strides) for index in indices]
+    return math.prod(sizes[n] for n in merged), [(s[merged[-1]], *s[3:]) for s in strides], offsets
+
+
+def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Yield (batch, rows, columns) views of (B, M, N, rows, columns) tensors, as few as their strides allow."""
+    count, strides, offsets = _views(tuple(tensors[0].shape[:3]), tuple([t.stride() for t in tensors]))
+    views = [(t, (count, *t.shape[3:]), stride, t.storage_offset()) for t, stride in zip(tensors, strides)]
+    for steps in offsets:
+        yield [t.as_strided(shape, stride, start + step) for (t, shape, stride, start), step in zip(views, steps)]
 
 
 def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
