@@ -13,6 +13,7 @@ from attn_plugins.modules import AttendedLSTM, GatedConvBlock, Modality, ShowAtt
 from attn_plugins.modules.captioning.show_attend_tell import doubly_stochastic_penalty
 from attn_plugins.modules.common.sequence_cache import reordered
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import linear, sigmoid, softmax
 
 B, T, S, C, D, N, A = 3, 5, 4, 6, 7, 5, 3
 MASK = torch.tensor([[False] * 4, [False, True, False, True], [False, False, False, True]])
@@ -59,15 +60,6 @@ every_decoder = pytest.mark.parametrize("name", ["show_attend_tell", "lstm", "co
 # --- formulas, one number at a time -----------------------------------------------------------------------------------
 
 
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
-    product = np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()])
-    return product if layer.bias is None else product + np.array(layer.bias.tolist())
-
-
 def lstm(cell: nn.LSTMCell, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Eq. 1 to 3 of Xu et al.; torch orders the gates as i, f, g, o."""
     w, u = (np.array(weight.tolist()) for weight in (cell.weight_ih, cell.weight_hh))
@@ -82,11 +74,6 @@ def additive(attention, state: np.ndarray, places: list[np.ndarray]) -> list[flo
     hidden = [np.tanh(np.array(both) @ [*state, *place] + score.query.bias.tolist()) for place in places]
     logits = [float(np.dot(score.vector.tolist(), h)) for h in hidden]
     return softmax(logits)
-
-
-def softmax(logits: list[float]) -> list[float]:
-    exponentials = [math.exp(x) for x in logits]
-    return [x / sum(exponentials) for x in exponentials]
 
 
 def seen(modality: Modality, b: int) -> tuple[list[int], list[np.ndarray]]:

@@ -21,10 +21,10 @@ from attn_plugins.modules import (
 from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS, Entangled
 from attn_plugins.modules.captioning.eta_transformer import FUSIONS, reorder_caches
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import linear, sigmoid, softmax
 
 C, HEADS, WIDTH = 6, 3, 8
-F = {"identity": lambda x: x, "relu": lambda x: max(x, 0.0), "tanh": math.tanh,
-     "sigmoid": lambda x: 1 / (1 + math.exp(-x))}  # fmt: skip
+F = {"identity": lambda x: x, "relu": lambda x: np.maximum(x, 0), "tanh": np.tanh, "sigmoid": sigmoid}
 
 
 def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
@@ -52,10 +52,6 @@ def words(T=5, B=2, dtype=torch.float64) -> torch.Tensor:
 # --- the thesis' equations, one vector at a time ---------------------------------------------------------------------
 
 
-def linear(layer: nn.Linear, x: np.ndarray) -> np.ndarray:
-    return np.array([sum(w * v for w, v in zip(row, x)) for row in layer.weight.tolist()]) + layer.bias.detach().numpy()
-
-
 def norm(layer: nn.LayerNorm, x: np.ndarray) -> np.ndarray:
     normalised = (x - x.mean()) / math.sqrt(x.var() + layer.eps)
     return normalised * layer.weight.detach().numpy() + layer.bias.detach().numpy()
@@ -69,8 +65,8 @@ def multihead(module: MultiheadAttention, query: np.ndarray, keys: list[np.ndarr
     heads = []
     for m in range(HEADS):
         part = slice(m * d, (m + 1) * d)
-        weights = [math.exp(q[part] @ k[part] / math.sqrt(d)) for k, _ in pairs]
-        heads.append(sum(w / sum(weights) * v[part] for w, (_, v) in zip(weights, pairs)))
+        weights = softmax([q[part] @ k[part] / math.sqrt(d) for k, _ in pairs])
+        heads.append(sum(w * v[part] for w, (_, v) in zip(weights, pairs)))
     return linear(module.out_proj, np.concatenate(heads))
 
 
@@ -88,9 +84,9 @@ def seen(modality: Modality, b: int) -> list[np.ndarray]:
 
 
 def gated(controller: GatedBilateralController, v, s, guide_s, guide_v, a) -> np.ndarray:
-    c = [F["sigmoid"](x) for x in linear(controller.gate, np.concatenate([guide_s, guide_v, a]))]
+    c = sigmoid(linear(controller.gate, np.concatenate([guide_s, guide_v, a])))
     f = F[controller.activation]
-    return np.array([f(v[i]) * c[i] + f(s[i]) * (1 - c[i]) for i in range(C)])
+    return f(v) * c + f(s) * (1 - c)
 
 
 def by_loops(module: MultimodalDecoderBlock, x: torch.Tensor, visual: Modality, semantic: Modality) -> torch.Tensor:
@@ -147,7 +143,9 @@ def test_encoder_equals_the_formulas():
             torch.testing.assert_close(modality.features[b, kept], torch.from_numpy(np.array(tokens)))
     without = randomised(DualWayEncoder(5, C, 0, HEADS, WIDTH))
     projected, same = without(regions, attributes)
-    torch.testing.assert_close(projected.features[1, 2], torch.from_numpy(linear(without.projection, regions[1, 2])))
+    torch.testing.assert_close(
+        projected.features[1, 2], torch.from_numpy(linear(without.projection, regions[1, 2].numpy()))
+    )
     assert same.features is attributes
 
 

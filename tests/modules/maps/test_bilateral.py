@@ -14,6 +14,7 @@ from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
 from attn_plugins.modules.maps import bilateral as bilateral_module
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
 from tests.helpers.module_inputs import OUTSIDE, drawn
+from tests.modules.loops import predicted_logits, softmax
 
 
 def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
@@ -32,32 +33,20 @@ def by_loops(module: nn.Module, image: torch.Tensor) -> torch.Tensor:
     q, k, v, f = (layer(image)[0].numpy() for layer in (*layers, module.position))
     output = np.zeros((v.shape[0], H, W))
     for y, x in itertools.product(range(H), range(W)):
-        predicted = f[:, y, x]
-        window = predicted[:-1] if module.outside == "learned" else predicted
-        beyond = {
-            "learned": predicted[-1], "zero": 0.0, "min": window.min(), "mean": window.mean(), "-inf": -math.inf
-        }[module.outside]  # fmt: skip
         keys = [(r, c) for r, c in itertools.product(range(H), range(W)) if not cross or r == y or c == x]
-        position = []
+        taps: list[int | None] = []
         for r, c in keys:
             i, j = r - y + ky // 2, c - x + kx // 2
             if not cross:
-                inside = 0 <= i < ky and 0 <= j < kx
-                position.append(window[i * kx + j] if inside else beyond)
+                taps.append(i * kx + j if 0 <= i < ky and 0 <= j < kx else None)
             elif c == x:  # the query's column, including the query
-                position.append(window[i] if 0 <= i < ky else beyond)
+                taps.append(i if 0 <= i < ky else None)
             else:  # the query's row, whose centre is not predicted a second time
-                position.append(window[ky + j - (j > kx // 2)] if 0 <= j < kx else beyond)
-        position = np.array(position)
-        if module.smoothing == "sqrt_d":
-            position = position / math.sqrt(d)
-        else:
-            position = (position - position.mean()) / math.sqrt(position.var() + 1e-6)
+                taps.append(ky + j - (j > kx // 2) if 0 <= j < kx else None)
+        position = predicted_logits(f[:, y, x], taps, module.outside, module.smoothing, d)
         scale = module.scale if cross else 1 / math.sqrt(d)
         logits = np.array([scale * (q[:, y, x] @ k[:, r, c]) for r, c in keys]) + position
-        weights = np.exp(logits - logits.max())
-        weights /= weights.sum()
-        output[:, y, x] = sum(w * v[:, r, c] for w, (r, c) in zip(weights, keys))
+        output[:, y, x] = sum(w * v[:, r, c] for w, (r, c) in zip(softmax(logits), keys))
     attended = torch.from_numpy(output)[None]
     return image + (module.gamma.scale * attended if cross else module.conv_out(attended))
 

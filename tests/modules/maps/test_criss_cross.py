@@ -11,6 +11,7 @@ import torch
 from attn_plugins.modules import AAConv2d, BilateralCrissCross2d, CrissCrossAttention2d, NonLocal2d
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import softmax
 
 
 def build(position="relative", *, size=(4, 5), dtype=torch.float64, **options) -> CrissCrossAttention2d:
@@ -34,9 +35,7 @@ def by_loops(module: CrissCrossAttention2d, image: torch.Tensor) -> torch.Tensor
                 relative = module.width_rel[c - x + W - 1] if r == y else module.height_rel[r - y + H - 1]
                 key = key + relative.numpy()
             logits.append(module.scale * (q[:, y, x] @ key))
-        weights = np.exp(np.array(logits) - max(logits))
-        weights /= weights.sum()
-        output[:, y, x] = sum(w * v[:, r, c] for w, (r, c) in zip(weights, keys))
+        output[:, y, x] = sum(w * v[:, r, c] for w, (r, c) in zip(softmax(logits), keys))
     return image + module.gamma.scale * torch.from_numpy(output)[None]
 
 

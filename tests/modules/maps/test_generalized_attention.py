@@ -11,6 +11,7 @@ from torch import nn
 
 from attn_plugins.modules import GeneralizedAttention2d, capture_attention
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import encode
 
 SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 VARIANTS: list[dict[str, Any]] = [
@@ -32,12 +33,6 @@ def build(attention_type="1111", in_channels=8, num_heads=2, dtype=torch.float64
 def maps(*shapes, dtype=torch.float64, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
-
-
-def encode(offset, width, wavelength=10000):
-    """Compute R of one axis, one number at a time."""
-    angles = [offset / wavelength ** (2 * i / width) for i in range(width // 2)]
-    return torch.tensor([math.sin(a) for a in angles] + [math.cos(a) for a in angles], dtype=torch.float64)
 
 
 def attention_in_loops(module, x, context=None):
@@ -64,8 +59,9 @@ def attention_in_loops(module, x, context=None):
             logits[:, :, hq, wq, hk, wk] = -math.inf
             continue
         if e2 or e4:
-            R = module.appr_geom_fc_y.weight @ encode(dy * magnitude, width)
-            R = (R + module.appr_geom_fc_x.weight @ encode(dx * magnitude, width)).view(M, d)
+            rows, columns = (torch.from_numpy(encode(offset * magnitude, width)) for offset in (dy, dx))
+            R = module.appr_geom_fc_y.weight @ rows
+            R = (R + module.appr_geom_fc_x.weight @ columns).view(M, d)
         logit = torch.zeros(B, M, dtype=torch.float64)
         if e1:
             logit = logit + (q[..., hq, wq] * key[..., hk, wk]).sum(-1)

@@ -16,6 +16,7 @@ from attn_plugins.modules.maps import non_local_sums
 from attn_plugins.modules.maps.non_local_block import MODES
 from attn_plugins.modules.maps.non_local_sums import rectified_sums
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import linear
 
 KINDS = {1: NonLocal1d, 2: NonLocal2d, 3: NonLocal3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -42,11 +43,6 @@ def build(axes=2, mode="embedded_gaussian", *, dtype=torch.float64, **options) -
     torch.manual_seed(0)
     module = KINDS[axes](6, mode=mode, **options)
     return drawn(module).to(dtype)
-
-
-def linear(conv, column):
-    """Apply a convolution of size 1 at one position."""
-    return conv.weight.detach().flatten(1).numpy() @ column + conv.bias.detach().numpy()
 
 
 def places(size):

@@ -13,6 +13,7 @@ from attn_plugins.modules import BilateralSelfAttention
 from attn_plugins.terms.nonlocal_band import counted_keys, standardised_band
 from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised
 from tests.helpers.module_inputs import OUTSIDE, drawn
+from tests.modules.loops import predicted_logits, softmax
 
 CHOICES = [*OUTSIDE, ("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim")]
 KERNELS = [(3, False), (21, False), (1, True), (4, True), (11, True)]
@@ -40,31 +41,15 @@ def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> to
     output = np.zeros((B, T, C))
     for b, m, i in itertools.product(range(B), range(M), range(T)):
         head = slice(m * d, (m + 1) * d)
-        values = f[b, i].reshape(M, -1)[m]
-        window = values[:-1] if module.outside == "learned" else values
-        assert len(window) == k
-        beyond = {
-            "learned": values[-1], "zero": 0.0, "min": window.min(), "mean": window.mean(), "-inf": -math.inf
-        }[module.outside]  # fmt: skip
         keys = [j for j in range(T) if not (module.causal and j > i) and not (hidden is not None and hidden[b, j])]
         if not keys:
             continue
-        position = []
-        for j in keys:
-            index = j - i + (k - 1 if module.causal else k // 2)
-            position.append(window[index] if 0 <= index < k else beyond)
-        position = np.array(position)
-        root = math.sqrt(C if module.smoothing == "sqrt_embed_dim" else d)
-        if module.smoothing != "zscore":
-            position = position / root
-        else:
-            position = (position - position.mean()) / math.sqrt(position.var() + 1e-6)
-        logits = np.array([q[b, i, head] @ key[b, j, head] / root for j in keys]) + position
-        if np.isneginf(logits).all():
-            continue
-        weights = np.exp(logits - logits.max())
-        weights /= weights.sum()
-        output[b, i, head] = sum(w * v[b, j, head] for w, j in zip(weights, keys))
+        places = [j - i + (k - 1 if module.causal else k // 2) for j in keys]
+        taps = [place if 0 <= place < k else None for place in places]
+        values, width = f[b, i].reshape(M, -1)[m], C if module.smoothing == "sqrt_embed_dim" else d
+        position = predicted_logits(values, taps, module.outside, module.smoothing, width)
+        logits = np.array([q[b, i, head] @ key[b, j, head] / math.sqrt(width) for j in keys]) + position
+        output[b, i, head] = sum(w * v[b, j, head] for w, j in zip(softmax(logits), keys))
     return module.out_proj(torch.from_numpy(output))
 
 

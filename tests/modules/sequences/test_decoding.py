@@ -138,18 +138,6 @@ def test_the_future_is_not_seen(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("causal", "side"), [(False, "left"), (True, "left"), (False, "right")])
-@pytest.mark.parametrize("name", MASKED)
-def test_padding_changes_no_other_token(name, causal, side):
-    layer, x, noise = Tokens(name, causal), drawn(1, 7), 1 + drawn(1, 4)
-    mask = torch.zeros(1, 11, dtype=torch.bool)
-    mask[:, slice(0, 4) if side == "left" else slice(7, None)] = True
-    output = layer(torch.cat((noise, x) if side == "left" else (x, noise), 1), mask)
-    torch.testing.assert_close(output[:, ~mask[0]], layer(x))
-    assert output.isfinite().all()
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MASKED)
 def test_only_padding_and_a_single_token(name, causal):

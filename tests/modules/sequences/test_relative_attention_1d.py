@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from attn_plugins.modules import RelativeSelfAttention
 from attn_plugins.terms.clipped_distance import clipped_band, weights_by_distance
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import softmax
 
 
 def build(*, dtype=torch.float64, **options) -> RelativeSelfAttention:
@@ -45,8 +46,7 @@ def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> tor
         if not keys:
             continue
         e = [q[b, i, head] @ (key[b, j, head] + vector(module.key_table, m, i, j)) / math.sqrt(d) for j in keys]
-        weights = np.exp(e) / np.exp(e).sum()
-        for weight, j in zip(weights, keys):
+        for weight, j in zip(softmax(e), keys):
             added = 0 if module.value_table is None else vector(module.value_table, m, i, j)
             output[b, i, head] += weight * (v[b, j, head] + added)
     return module.out_proj(torch.from_numpy(output))

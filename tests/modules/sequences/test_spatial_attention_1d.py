@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from itertools import cycle
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 
 from attn_plugins.modules import MultiheadAttention, MultiheadSpatialAttention, SequenceCache
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import encode, linear, softmax
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]
@@ -46,13 +46,8 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
     S, M = key.shape[1], module.num_heads
     d = C // M
 
-    def weight(layer):
-        return None if layer is None else layer.weight.numpy()
-
-    def project(layer, x):
-        return layer.weight.numpy() @ x.numpy() + (0 if layer.bias is None else layer.bias.numpy())
-
-    W = weight(module.position_proj)
+    W = None if module.position_proj is None else module.position_proj.weight.numpy()
+    query, key, value = query.numpy(), key.numpy(), value.numpy()
     e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
     output = np.zeros((B, T, C))
     for b, m, t in itertools.product(range(B), range(M), range(T)):
@@ -66,21 +61,18 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
                 continue
             if module.attention_range != -1 and abs(offset) > (module.attention_range - 1) / 2:
                 continue
-            rates = [1 / 10000 ** (2 * i / C) for i in range(C // 2)]
-            R = np.array([math.sin(offset * r) for r in rates] + [math.cos(offset * r) for r in rates])
+            R = encode(offset, C)
             logits[s] = 0
             if e1:
-                logits[s] += project(module.q_proj, query[b, t])[head] @ project(module.k_proj, key[b, s])[head]
+                logits[s] += linear(module.q_proj, query[b, t])[head] @ linear(module.k_proj, key[b, s])[head]
             if e2:
-                logits[s] += project(module.q_proj, query[b, t])[head] @ (W @ R)[head]
+                logits[s] += linear(module.q_proj, query[b, t])[head] @ (W @ R)[head]
             if e3:
-                logits[s] += module.content_bias[m].numpy() @ project(module.k_proj, key[b, s])[head]
+                logits[s] += module.content_bias[m].numpy() @ linear(module.k_proj, key[b, s])[head]
             if e4:
                 logits[s] += module.position_bias[m].numpy() @ (W @ R)[head]
             logits[s] *= module.scale
-        weights = np.exp(logits - logits.max()) if np.isfinite(logits).any() else np.zeros(S)
-        weights /= max(weights.sum(), 1e-300)
-        output[b, t, head] = sum(weights[s] * module.v_proj(value[b, s]).numpy()[head] for s in range(S))
+        output[b, t, head] = sum(w * linear(module.v_proj, v)[head] for w, v in zip(softmax(logits), value[b]))
     return module.out_proj(torch.from_numpy(output))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import cycle, product
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from attn_plugins.modules import SpatialSelfAttention
 from tests.helpers.module_inputs import OUTSIDE
+from tests.modules.loops import encode, predicted_logits
 
 GRID = (3, 4)
 N, C, M = 12, 8, 2
@@ -31,30 +31,13 @@ def tokens(count=3) -> list[Tensor]:
     return [torch.randn(2, N, C, dtype=torch.float64) for _ in range(count)]
 
 
-def encode(offset: int) -> Tensor:
-    angles = [offset / 10000 ** (2 * i / C) for i in range(C // 2)]
-    return torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
-
-
-def nonlocal_logits(layer, x, m, i, seen) -> list[Tensor]:
-    """Compute δ / σ (thesis, Eq. 3.12) of head m for query i of tokens x (N, C); ``seen`` keys enter the statistics."""
-    k, d = layer.kernel_size, C // M
-    first, second = layer.predictor
-    predicted = second.weight @ (first.weight @ x[i] + first.bias) + second.bias
-    predicted = predicted.view(M, -1)[m]
-    window = predicted[: k * k]
-    beyond = dict(
-        zero=torch.zeros((), dtype=x.dtype), min=window.min(), mean=window.mean(), learned=predicted[-1]
-    ).get(layer.outside)  # fmt: skip
-    logits = []
-    for j in range(N):
-        dy, dx = j // GRID[1] - i // GRID[1] + k // 2, j % GRID[1] - i % GRID[1] + k // 2
-        inside = 0 <= dy < k and 0 <= dx < k
-        logits.append(window[dy * k + dx] if inside else torch.tensor(-math.inf) if beyond is None else beyond)
-    if layer.smoothing == "sqrt_d":
-        return [logit / math.sqrt(d) for logit in logits]
-    counted = torch.stack([logit for j, logit in enumerate(logits) if seen[j]])
-    return [(logit - counted.mean()) / (counted.var(correction=0) + 1e-6).sqrt() for logit in logits]
+def nonlocal_logits(layer, x, m, i, seen) -> list[float]:
+    """Compute δ / σ of head m for query i of tokens x (N, C); ``seen`` keys enter the statistics."""
+    k, (_, W) = layer.kernel_size, GRID
+    places = [(j // W - i // W + k // 2, j % W - i % W + k // 2) for j in range(N)]
+    taps = [dy * k + dx if 0 <= dy < k and 0 <= dx < k else None for dy, dx in places]
+    values = layer.predictor(x[i]).view(M, -1)[m].numpy()
+    return predicted_logits(values, taps, layer.outside, layer.smoothing, C // M, seen).tolist()
 
 
 def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Tensor:
@@ -80,7 +63,8 @@ def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Te
                     if bits[0]:
                         logit = q[b, i, part] @ k[b, j, part]
                     if placed and (bits[1] or bits[3]):
-                        R = (layer.row_table.weight @ encode(dy) + layer.column_table.weight @ encode(dx))[part]
+                        rows, columns = (torch.from_numpy(encode(offset, C)) for offset in (dy, dx))
+                        R = (layer.row_table.weight @ rows + layer.column_table.weight @ columns)[part]
                     if placed and bits[1]:
                         added = added + q[b, i, part] @ R
                     if bits[2]:
@@ -91,14 +75,14 @@ def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Te
                     logits.append(logit)
                 seen = [near[j] and (padding is None or not padding[b, j]) for j in range(prefix + N)]
                 if layer.kernel_size is not None:
-                    more = [torch.zeros(())] * (prefix + N)
+                    more = [0.0] * (prefix + N)
                     if i >= prefix:
                         more[prefix:] = nonlocal_logits(layer, query[b, prefix:], m, i - prefix, seen[prefix:])
                     logits = [
-                        logit + (delta if delta == -math.inf else layer.gate[m] * delta)
+                        logit + (delta if delta == -torch.inf else layer.gate[m] * delta)
                         for logit, delta in zip(logits, more)
                     ]
-                logits = [logit if seen[j] else logit - math.inf for j, logit in enumerate(logits)]
+                logits = [logit if seen[j] else logit - torch.inf for j, logit in enumerate(logits)]
                 heads.append(torch.stack(logits).softmax(0) @ v[b, :, part])
             output[b, i] = layer.out_proj(torch.cat(heads))
     return output

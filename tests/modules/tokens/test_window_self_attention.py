@@ -16,6 +16,7 @@ from attn_plugins.modules import WindowSelfAttention, capture_attention
 from attn_plugins.modules.common import attention
 from attn_plugins.terms.sine_position import sine_encoding
 from tests.helpers.module_inputs import drawn
+from tests.modules.loops import predicted_logits
 
 C, M = 12, 3
 CASES = [  # map, window, shift
@@ -68,22 +69,12 @@ def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int,
 
 
 def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:
-    """Compute a query's logits for keys at ``offsets`` (thesis, Eq. 3.11 and 3.12): predicted nearby, then smoothed."""
-    k, d = module.kernel_size, C // M
-    values = module.predictor(token).view(M, -1)[head]
-    window, r = values[: k * k].view(k, k), k // 2
-    outside = {
-        "learned": values[-1],
-        "zero": torch.zeros(()).to(values),
-        "-inf": torch.tensor(-math.inf).to(values),
-        "min": window.min(),
-        "mean": window.mean(),
-    }[module.outside]
-    logits = torch.stack([window[r + dy, r + dx] if abs(dy) <= r and abs(dx) <= r else outside for dy, dx in offsets])
-    if module.smoothing == "sqrt_d":
-        smooth = logits / d**0.5
-        return torch.where(smooth.isinf(), smooth, smooth * module.gate[head])
-    return module.gate[head] * (logits - logits.mean()) / (logits.var(correction=0) + 1e-6).sqrt()
+    """Compute a query's predicted logits for keys at ``offsets``."""
+    k, r = module.kernel_size, module.kernel_size // 2
+    taps = [(r + dy) * k + r + dx if abs(dy) <= r and abs(dx) <= r else None for dy, dx in offsets]
+    values = module.predictor(token).view(M, -1)[head].numpy()
+    logits = torch.from_numpy(predicted_logits(values, taps, module.outside, module.smoothing, C // M))
+    return torch.where(logits.isinf(), logits, logits * module.gate[head])
 
 
 def seen_keys(module: WindowSelfAttention, y: int, x: int, size, padded):
@@ -151,20 +142,6 @@ def test_equals_loops(options, size, window, shift, version):
     module, x = layer(window_size=window, version=version, **kind, **options), tokens(size, B=1)
     tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are in float32
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_where_centred_windows_are_a_partitions(version):
-    """The query in the middle of a window has the same keys and logits in both."""
-    stock = layer(window_size=(3, 5), version=version)
-    centred = layer(window_size=(3, 5), version=version, window="centred")
-    centred.load_state_dict(stock.state_dict(), strict=True)
-    assert stock.state_dict().keys() == centred.state_dict().keys()
-    x = tokens((6, 10))
-    expected, output = stock(x), centred(x)
-    torch.testing.assert_close(output[:, 1::3, 2::5], expected[:, 1::3, 2::5])
-    assert not torch.isclose(output[:, ::3, ::5], expected[:, ::3, ::5]).any()
 
 
 ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "table+relative")] + [
