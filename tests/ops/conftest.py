@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from attn_plugins.ops.common import plans
-from tests.conftest import ROOT
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulation.kernels import EMULATION, load
 from tests.ops.sequence_attention.operands import taking
@@ -46,13 +43,6 @@ def emulated(tmp_path_factory):
     arch = int(os.environ.get("EMULATED_ARCH", "900"))
     load(EMULATION / "sampling.cpp", tmp_path_factory.mktemp("emulation"), arch)
     return torch.ops.attn_plugins_emulated
-
-
-@pytest.fixture
-def compiling(python) -> Callable[..., subprocess.CompletedProcess]:
-    """Run code in a process where Triton compiles kernels instead of interpreting them, and where ``tests`` imports."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return partial(python, TRITON_INTERPRET="0", PYTHONPATH=path)
 
 
 @pytest.fixture(params=["compiled", "plain"])

@@ -1,9 +1,10 @@
-"""Calls of every operator in three sizes, over which the contract suite runs."""
+"""Calls of every operator, in three sizes or any others, over which the contract suites run."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,7 +16,10 @@ Size = Literal["tiny", "small", "large"]  # for finite differences; for most tes
 
 
 class Example(NamedTuple):
-    """A call, ``call(**tensors)``, and the operations of the call and of its backward, where a formula is simple."""
+    """A call, ``call(**tensors)``, and the operations of the call and of its backward, where a formula is simple.
+
+    Options may be passed as well, in place of the example's own.
+    """
 
     call: Callable[..., Tensor]
     tensors: dict[str, Tensor]
@@ -36,7 +40,11 @@ class Example(NamedTuple):
         return {name: t.detach().clone().requires_grad_(t.is_floating_point()) for name, t in self.tensors.items()}
 
 
-Build = Callable[[Size, "int | None"], Example]
+Build = Callable[..., Example]  # of a size and of extents by name, B for the batch
+
+
+def _extents(size: Size, given: Mapping[str, Any], **sizes: Mapping[str, Any]) -> SimpleNamespace:
+    return SimpleNamespace(**{**sizes[size], **given})
 
 
 def _example(
@@ -54,78 +62,94 @@ def _example(
         for name in names.split()
     }
 
-    def call(**tensors: Tensor) -> Tensor:
-        absent = {name: None for name in ("query", "key") if name in shapes and name not in tensors}
-        return function(**absent, **tensors, **options)
+    def call(**given: Any) -> Tensor:
+        absent = {name: None for name in ("query", "key") if name in shapes}
+        return function(**{**absent, **options, **given})
 
     return Example(call, {**tensors, **(masks or {})}, operations)
 
 
 def _global_attention(names: str) -> Build:
-    def build(size: Size, batch: int | None = None) -> Example:
-        B, M, d, dv = dict(tiny=(1, 2, 2, 2), small=(2, 3, 4, 6), large=(2, 3, 32, 24))[size]
-        (Hq, Wq), (Hk, Wk) = dict(tiny=((2, 3), (2, 2)), small=((3, 4), (2, 5)), large=((20, 19), (9, 11)))[size]
-        B = B if batch is None else batch
+    def build(size: Size, **given: Any) -> Example:
+        e = _extents(
+            size,
+            given,
+            tiny=dict(B=1, M=2, d=2, dv=2, grid=(2, 3), keys=(2, 2)),
+            small=dict(B=2, M=3, d=4, dv=6, grid=(3, 4), keys=(2, 5)),
+            large=dict(B=2, M=3, d=32, dv=24, grid=(20, 19), keys=(9, 11)),
+        )
+        (Hq, Wq), (Hk, Wk) = e.grid, e.keys
         shapes = dict(
-            query=(B, M, Hq, Wq, d), key=(B, M, Hk, Wk, d), value=(B, M, Hk, Wk, dv), row_logits=(B, M, Hq, Wq, Hk),
-            column_logits=(B, 1, 1, Wq, Wk), key_logits=(1, M, Hk, Wk), prefix_key=(B, M, 2, d),
-            prefix_value=(B, M, 2, dv),
+            query=(e.B, e.M, Hq, Wq, e.d), key=(e.B, e.M, Hk, Wk, e.d), value=(e.B, e.M, Hk, Wk, e.dv),
+            row_logits=(e.B, e.M, Hq, Wq, Hk), column_logits=(e.B, 1, 1, Wq, Wk), key_logits=(1, e.M, Hk, Wk),
+            prefix_key=(e.B, e.M, 2, e.d), prefix_value=(e.B, e.M, 2, e.dv),
         )  # fmt: skip
-        pairs = 2 * B * M * Hq * Wq * Hk * Wk
-        counted = "query" in names and "prefix" not in names
-        operations = (pairs * (d + dv), pairs * (3 * d + 2 * dv)) if counted else None
+        operations = _products(e, Hq * Wq * Hk * Wk, names) if "prefix" not in names else None
         return _example(ops.global_attention, shapes, names, dict(scale=0.7), operations)
 
     return build
 
 
+def _products(e: SimpleNamespace, pairs: int, names: str) -> tuple[int, int] | None:
+    """Return the operations of content, whose backward computes logits again."""
+    pairs *= 2 * e.B * e.M
+    return (pairs * (e.d + e.dv), pairs * (3 * e.d + 2 * e.dv)) if "query" in names else None
+
+
 def _sequence_attention(names: str, *, masked=False, segments=False, **options: Any) -> Build:
-    def build(size: Size, batch: int | None = None) -> Example:
-        B, M, T, S, K, d, dv = dict(
-            tiny=(2, 2, 3, 4, 3, 2, 2), small=(2, 3, 5, 7, 3, 4, 5), large=(2, 3, 130, 140, 7, 32, 24)
-        )[size]
-        B = B if batch is None else batch
+    def build(size: Size, **given: Any) -> Example:
+        e = _extents(
+            size,
+            given,
+            tiny=dict(B=2, M=2, T=3, S=4, K=3, d=2, dv=2),
+            small=dict(B=2, M=3, T=5, S=7, K=3, d=4, dv=5),
+            large=dict(B=2, M=3, T=130, S=140, K=7, d=32, dv=24),
+        )
+        B, S = e.B, e.S
         shapes = dict(
-            query=(B, M, T, d), key=(B, M, S, d), value=(B, M, S, dv), band_logits=(B, M, T, K),
-            outside_logits=(B, 1, T), position_logits=(1, M, T, S),
+            query=(B, e.M, e.T, e.d), key=(B, e.M, S, e.d), value=(B, e.M, S, e.dv), band_logits=(B, e.M, e.T, e.K),
+            outside_logits=(B, 1, e.T), position_logits=(1, e.M, e.T, S),
         )  # fmt: skip
         masks = dict(key_padding_mask=torch.arange(S).expand(B, S) == 1) if masked else {}
         if segments:
             masks["segment_ids"] = (torch.arange(S) % 3).int().expand(B, S).contiguous()
-        pairs = 2 * B * M * T * S
-        operations = (pairs * (d + dv), pairs * (3 * d + 2 * dv)) if "query" in names else None
+        operations = _products(e, e.T * S, names)
         return _example(ops.sequence_attention, shapes, names, dict(options, scale=0.7), operations, masks)
 
     return build
 
 
+MAPS: dict[str, dict[str, Any]] = dict(
+    tiny=dict(B=1, M=2, d=2, dv=3, map=(3, 4)),
+    small=dict(B=2, M=3, d=4, dv=5, map=(5, 7)),
+    large=dict(B=2, M=3, d=32, dv=24, map=(20, 30)),
+)
+
+
 def _window_attention(names: str, kernel=(3, 3), stride=(1, 1), **options: Any) -> Build:
-    def build(size: Size, batch: int | None = None) -> Example:
-        B, M, d, dv = dict(tiny=(1, 2, 2, 3), small=(2, 3, 4, 5), large=(2, 3, 32, 24))[size]
-        H, W = dict(tiny=(3, 4), small=(5, 7), large=(20, 30))[size]
-        B, grid = B if batch is None else batch, (-(-H // stride[0]), -(-W // stride[1]))
-        taps = math.prod(kernel)
+    def build(size: Size, **given: Any) -> Example:
+        e = _extents(size, given, **{n: dict(kernel=kernel, stride=stride, options={}, **m) for n, m in MAPS.items()})
+        grid, taps = tuple(-(-n // step) for n, step in zip(e.map, e.stride)), math.prod(e.kernel)
         shapes = dict(
-            query=(B, M, *grid, d), key=(B, M, H, W, d), value=(B, M, H, W, dv), position_logits=(B, 1, *grid, taps)
-        )
-        pairs = 2 * B * M * math.prod(grid) * taps
-        operations = (pairs * (d + dv), pairs * (3 * d + 2 * dv)) if "query" in names else None
-        given = dict(options, kernel_size=kernel, stride=stride, scale=0.7)
-        absent = {} if "position_logits" in names else dict(position_logits=None)
-        return _example(ops.window_attention, shapes, names, {**given, **absent}, operations)
+            query=(e.B, e.M, *grid, e.d), key=(e.B, e.M, *e.map, e.d), value=(e.B, e.M, *e.map, e.dv),
+            position_logits=(e.B, 1, *grid, taps),
+        )  # fmt: skip
+        operations = _products(e, math.prod(grid) * taps, names)
+        geometry = dict(kernel_size=e.kernel, stride=e.stride, scale=0.7, position_logits=None)
+        return _example(ops.window_attention, shapes, names, {**geometry, **options, **e.options}, operations)
 
     return build
 
 
 def _criss_cross_attention(names: str) -> Build:
-    def build(size: Size, batch: int | None = None) -> Example:
-        B, M, d, dv = dict(tiny=(1, 2, 2, 3), small=(2, 3, 4, 5), large=(2, 3, 32, 24))[size]
-        H, W = dict(tiny=(3, 4), small=(5, 7), large=(20, 30))[size]
-        B = B if batch is None else batch
+    def build(size: Size, **given: Any) -> Example:
+        e = _extents(size, given, **MAPS)
+        B, M, H, W = e.B, e.M, *e.map
         shapes = dict(
-            query=(B, M, H, W, d), key=(B, M, H, W, d), value=(B, M, H, W, dv), position_logits=(1, M, H, W, H + W)
-        )
-        products = 2 * B * M * H * W * (H + W) * (d + dv)  # of logits that are kept
+            query=(B, M, H, W, e.d), key=(B, M, H, W, e.d), value=(B, M, H, W, e.dv),
+            position_logits=(1, M, H, W, H + W),
+        )  # fmt: skip
+        products = 2 * B * M * H * W * (H + W) * (e.d + e.dv)  # of logits that are kept
         operations = (products, 2 * products) if "query" in names else None
         return _example(ops.criss_cross_attention, shapes, names, dict(scale=0.7), operations)
 
@@ -133,48 +157,61 @@ def _criss_cross_attention(names: str) -> Build:
 
 
 def _deform_conv2d(names: str, groups: int = 2) -> Build:
-    def build(size: Size, batch: int | None = None) -> Example:
-        B, C, H, W, C_out, taps = dict(
-            tiny=(1, 4, 3, 4, 2, (2, 3)), small=(2, 6, 5, 9, 4, (3, 3)), large=(2, 64, 21, 23, 48, (3, 3))
-        )[size]
-        B, D = B if batch is None else batch, 2
-        grid = (H + 2 - taps[0] + 1, W + 2 - taps[1] + 1)
+    def build(size: Size, **given: Any) -> Example:
+        e = _extents(
+            size,
+            given,
+            tiny=dict(B=1, C=4, map=(3, 4), out=2, kernel=(2, 3)),
+            small=dict(B=2, C=6, map=(5, 9), out=4, kernel=(3, 3)),
+            large=dict(B=2, C=64, map=(21, 23), out=48, kernel=(3, 3)),
+        )
+        grid, taps, D = tuple(n + 3 - k for n, k in zip(e.map, e.kernel)), math.prod(e.kernel), 2
         shapes = dict(
-            input=(B, C, H, W), offset=(B, 2 * D * math.prod(taps), *grid), weight=(C_out, C // groups, *taps),
-            bias=(C_out,), mask=(B, D * math.prod(taps), *grid),
+            input=(e.B, e.C, *e.map), offset=(e.B, 2 * D * taps, *grid), weight=(e.out, e.C // groups, *e.kernel),
+            bias=(e.out,), mask=(e.B, D * taps, *grid),
         )  # fmt: skip
-        products = 2 * B * math.prod(grid) * C_out * (C // groups) * math.prod(taps)
+        products = 2 * e.B * math.prod(grid) * e.out * (e.C // groups) * taps
         return _between_pixels(_example(ops.deform_conv2d, shapes, names, dict(padding=1), (products, 2 * products)))
 
     return build
 
 
-def _deform_conv1d(size: Size, batch: int | None = None) -> Example:
-    B, C, L, C_out = dict(tiny=(1, 4, 5, 2), small=(2, 6, 9, 4), large=(2, 64, 130, 32))[size]
-    B = B if batch is None else batch
-    shapes = dict(input=(B, C, L), offset=(B, 2 * 3, L), weight=(C_out, C, 3), mask=(B, 2 * 3, L))
-    products = 2 * B * L * C_out * C * 3
+def _deform_conv1d(size: Size, **given: Any) -> Example:
+    e = _extents(
+        size,
+        given,
+        tiny=dict(B=1, C=4, L=5, out=2),
+        small=dict(B=2, C=6, L=9, out=4),
+        large=dict(B=2, C=64, L=130, out=32),
+    )
+    shapes = dict(input=(e.B, e.C, e.L), offset=(e.B, 6, e.L), weight=(e.out, e.C, 3), mask=(e.B, 6, e.L))
+    products = 2 * e.B * e.L * e.out * e.C * 3
     names = "input offset weight mask"
     return _between_pixels(_example(ops.deform_conv1d, shapes, names, dict(padding=1), (products, 2 * products)))
 
 
-def _deformable_attention(size: Size, batch: int | None = None) -> Example:
-    B, Q, M, d, K = dict(tiny=(1, 3, 2, 3, 2), small=(2, 6, 3, 4, 2), large=(2, 700, 4, 32, 4))[size]
-    levels = dict(tiny=((3, 4), (1, 2)), small=((5, 7), (3, 4), (1, 2)), large=((20, 30), (3, 200)))[size]
-    B, L = B if batch is None else batch, len(levels)
+def _deformable_attention(size: Size, **given: Any) -> Example:
+    e = _extents(
+        size,
+        given,
+        tiny=dict(B=1, Q=3, M=2, d=3, K=2, levels=((3, 4), (1, 2))),
+        small=dict(B=2, Q=6, M=3, d=4, K=2, levels=((5, 7), (3, 4), (1, 2))),
+        large=dict(B=2, Q=700, M=4, d=32, K=4, levels=((20, 30), (3, 200))),
+    )
+    L = len(e.levels)
     shapes = dict(
-        value=(B, sum(h * w for h, w in levels), M, d), sampling_locations=(B, Q, M, L, K, 2),
-        attention_weights=(B, Q, M, L, K),
+        value=(e.B, sum(h * w for h, w in e.levels), e.M, e.d), sampling_locations=(e.B, e.Q, e.M, L, e.K, 2),
+        attention_weights=(e.B, e.Q, e.M, L, e.K),
     )  # fmt: skip
-    samples = B * Q * M * L * K * d
+    samples = e.B * e.Q * e.M * L * e.K * e.d
     example = _example(
         ops.deformable_attention,
         shapes,
         " ".join(shapes),
-        dict(spatial_shapes=levels),
+        dict(spatial_shapes=e.levels),
         (2 * 5 * samples, 2 * 8 * samples),
     )
-    sides = torch.tensor([(w, h) for h, w in levels]).view(L, 1, 2)
+    sides = torch.tensor([(w, h) for h, w in e.levels]).view(L, 1, 2)
     pixels = (example.tensors["sampling_locations"] * 0.4 + 0.5) * sides
     example.tensors["sampling_locations"] = _off_whole_pixels(pixels - 0.5).add(0.5) / sides
     return example

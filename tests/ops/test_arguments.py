@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from attn_plugins import ops
 from attn_plugins.ops.examples import drawing, examples
+from tests.ops.contract_examples import EXAMPLES as SMALL
+from tests.ops.contract_examples import OPERATORS
 
 ATTENTION = ["global_attention", "sequence_attention", "window_attention", "criss_cross_attention"]
 EXAMPLES = examples(drawing("cpu", torch.float32))
@@ -65,3 +68,171 @@ def test_the_message_names_what_does_not_fit_the_logits():
     ):
         with pytest.raises(ValueError, match=rf"logits must have shape .*\b{name}\b.*, got"):
             call()
+
+
+def _z(*shape: int, **kwargs) -> torch.Tensor:
+    return torch.zeros(shape, **kwargs)
+
+
+NO_CONTENT = dict(query=None, key=None)
+NO_LOGITS = dict(band_logits=None, outside_logits=None, position_logits=None)
+# Changes of the contract's examples, and words of the error.
+WRONG: dict[str, list[tuple[dict, str]]] = {
+    "global_attention": [
+        (dict(value=_z(2, 3, 5, 6)), r"value must have shape \(B, M, Hk, Wk, dv\)"),
+        (dict(value=_z(2, 3, 0, 5, 6)), "value must have at least one key"),
+        (dict(query=None), "query and key must be given together"),
+        (dict(query=_z(2, 4, 3, 4, 4)), "query must have value's batch and heads"),
+        (dict(query=_z(2, 3, 3, 4)), "query must have shape"),
+        (dict(key=_z(2, 3, 2, 5, 3)), "key must have shape"),
+        (dict(key=_z(2, 3, 5, 2, 4)), "key must have shape"),
+        (dict(row_logits=_z(2, 3, 3, 4, 5)), "row_logits must have shape"),
+        (dict(row_logits=_z(2, 2, 3, 4, 2)), "row_logits must have shape"),
+        (dict(row_logits=_z(2, 3, 5, 4, 2)), r"row_logits must have shape \(2, 3, 3, 4, 2\), positions of query"),
+        (dict(column_logits=_z(2, 3, 3, 4, 2)), "column_logits must have shape"),
+        (dict(column_logits=_z(3, 4, 5)), "column_logits must have shape"),
+        (dict(key_logits=_z(2, 3, 10)), "key_logits must have shape"),
+        (dict(key_logits=_z(2, 3, 1, 5)), "key_logits must have shape"),
+    ],
+    "global_attention, prefix": [
+        (dict(prefix_key=None), "prefix_key and prefix_value must be given together"),
+        (dict(prefix_value=None), "prefix_key and prefix_value must be given together"),
+        (NO_CONTENT, "prefix_key must be None where query and key are"),
+        (dict(prefix_value=_z(2, 3, 2, 5)), r"prefix_value must have shape .* got \(2, 3, 2, 5\)"),
+        (dict(prefix_value=_z(2, 3, 2)), r"prefix_value must have shape .* got \(2, 3, 2\)"),
+        (dict(prefix_key=_z(2, 3, 3, 4)), r"prefix_key must have shape \(2, 3, 2, 4\)"),
+        (dict(prefix_key=_z(2, 3, 2, 4).double()), "prefix_key must have value's dtype"),
+    ],
+    "sequence_attention": [
+        (dict(band_logits=_z(2, 3, 5, 4)), "an odd number of them unless causal, got 4"),
+        (dict(band_logits=_z(2, 3, 5, 0)), "band_logits must have at least one tap"),
+        (dict(band_logits=_z(2, 3, 4, 3)), r"band_logits must have shape \(2, 3, 5, 3\), batch and heads"),
+        (dict(outside_logits=_z(2, 3)), r"outside_logits must have shape \(B, M, T\)"),
+        (dict(outside_logits=_z(2, 2, 5)), r"outside_logits must have shape \(2, 3, 5\)"),
+        (dict(outside_logits=math.inf), "outside_logits must be finite or -inf, got inf"),
+        (dict(outside_logits=math.nan), "outside_logits must be finite or -inf, got nan"),
+        (dict(outside_logits="zero"), "outside_logits must be a Tensor, got str"),
+        (dict(band_logits=None), "outside_logits needs band_logits"),
+        (dict(position_logits=_z(2, 3, 5, 5)), r"position_logits must have shape \(2, 3, 5, 7\)"),
+        (dict(key=None), "query and key must be given together"),
+        (NO_CONTENT | NO_LOGITS, "query and key, band_logits or position_logits must be given"),
+        (dict(value=_z(2, 3, 0, 5)), "value must have at least one key"),
+        (dict(value=_z(2, 3)), r"value must have shape \(B, M, S, dv\)"),
+        (dict(key=_z(2, 3, 6, 4)), r"key must have shape \(2, 3, 7, 4\)"),
+        (dict(query=_z(2, 2, 5, 4)), r"query must have value's batch and heads \(2, 3\)"),
+        (dict(key_padding_mask=_z(2, 7)), "key_padding_mask must be a bool Tensor, True for padding, got"),
+        (dict(key_padding_mask=[False]), "key_padding_mask must be a bool Tensor, True for padding, got list"),
+        (dict(key_padding_mask=_z(2, 5).bool()), r"must have shape \(2, 7\)"),
+        (dict(start=-1), "start must be at least 0 and below 2"),
+        (dict(query=_z(2, 3, 8, 4), causal=True, start=None, **NO_LOGITS), "takes the 8 queries of query as the last"),
+        (dict(segment_ids=_z(2, 7)), r"segment_ids must be an int32 Tensor, got torch.float32"),
+        (dict(segment_ids=[0, 1]), r"segment_ids must be an int32 Tensor, got list"),
+        (dict(segment_ids=_z(2, 6).int()), r"segment_ids must have shape \(n, 7\).*, got \(2, 6\)"),
+        (dict(segment_ids=_z(4, 7).int()), r"n divides the batch of 2, got \(4, 7\)"),
+        (dict(segment_ids=_z(0, 7).int()), r"n divides the batch of 2, got \(0, 7\)"),
+        (dict(segment_ids=_z(2, 7, device="meta").int()), r"on value's device cpu, got meta"),
+        (dict(segment_ids=_z(2, 7).int(), start=3), r"the 5 queries of query from position 3 .* 7 keys"),
+    ],
+    "window_attention": [
+        (dict(kernel_size=4), "kernel_size must be odd if padding is None, which centres the window, got 4"),
+        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1 and below"),
+        (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
+        (dict(dilation=0), "dilation must be"),
+        (dict(stride=0), "stride must be"),
+        (dict(padding=-1), "padding must be"),
+        (dict(border="reflect"), "border must be one of exclude, zero, got 'reflect'"),
+        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), batch and heads of value"),
+        (dict(key=None), "query and key must be given together"),
+        (NO_CONTENT | dict(position_logits=None), "query or position_logits must be given"),
+        (dict(value=_z(2, 3, 0, 7, 5)), "value must have at least one key"),
+        (dict(value=_z(2, 3)), r"value must have shape \(B, M, T, dv\) or \(B, M, H, W, dv\)"),
+        (dict(key=_z(2, 3, 5, 6, 4)), r"key must have shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=_z(2, 2, 5, 7, 4)), r"query must have value's batch and heads \(2, 3\)"),
+        (dict(query=_z(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (dict(position_logits=_z(2, 3, 4, 7, 9)), "position_logits must have shape"),
+    ],
+    "criss_cross_attention": [
+        (dict(key=None), "query and key must be given together"),
+        (NO_CONTENT | dict(position_logits=None), "query and key, or position_logits, must be given"),
+        (dict(value=_z(2, 3, 0, 7, 5)), "value must have at least one position"),
+        (dict(value=_z(2, 3, 5, 5)), r"value must have shape \(B, M, H, W, dv\), got \(2, 3, 5, 5\)"),
+        (dict(key=_z(2, 3, 5, 6, 4)), r"key must have query's shape \(2, 3, 5, 7, 4\)"),
+        (dict(query=_z(2, 2, 5, 7, 4)), r"query must have value's first axes \(2, 3, 5, 7\)"),
+        (dict(query=_z(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
+        (dict(position_logits=_z(2, 3, 5, 7, 11)), r"\(2, 3, 5, 7, 12\), H \+ W logits per position of value"),
+        (dict(position_logits=_z(2, 2, 5, 7, 12)), "or size 1 in either of the first two axes"),
+        (dict(position_logits=_z(5, 7, 12)), r"position_logits must have shape \(B, M, H, W, H \+ W\)"),
+    ],
+    "deform_conv2d": [
+        (dict(input=_z(6, 5, 9)), r"input must have shape \(B, C, H, W\)"),
+        (dict(offset=_z(2, 35, 5, 9)), "offset must have shape"),
+        (dict(offset=_z(2, 36, 9, 5)), "offset must have shape"),
+        (dict(offset=_z(1, 36, 5, 9)), "offset must have shape"),
+        (dict(offset=_z(2, 72, 5, 9)), "D dividing the 6 channels"),
+        (dict(mask=_z(2, 9, 5, 9)), "mask must have shape"),
+        (dict(weight=_z(4, 4, 3, 3)), "does not fit input of 6 channels"),
+        (dict(weight=_z(3, 3, 3, 3)), "does not fit input of 6 channels"),
+        (dict(weight=_z(4, 3, 0, 3)), "no axis of size 0"),
+        (dict(bias=_z(3)), "bias must have shape"),
+        (dict(stride=(1, 1, 1)), "stride must be"),
+        (dict(stride=1.5), "stride must be"),
+        (dict(padding=-1), "padding must be"),
+        (dict(dilation=(1, 0)), "dilation must be"),
+        (dict(dilation=9), "input is too small"),
+    ],
+    "deform_conv1d": [
+        (dict(input=_z(1, 6, 5, 6)), r"input must have shape \(B, C, L\)"),
+        (dict(offset=_z(2, 7, 9)), "offset must have shape"),
+        (dict(offset=_z(2, 6, 8)), "offset must have shape"),
+        (dict(mask=_z(2, 12, 9)), "mask must have offset's shape"),
+        (dict(stride=(1, 1)), "stride must be"),
+    ],
+    "deformable_attention": [
+        (dict(value=_z(2, 49, 12)), r"value must have shape \(B, S, M, d\), got \(2, 49, 12\)"),
+        (dict(spatial_shapes=((5, 7), (3, 4))), r"spatial_shapes must have as many pixels as value has keys, 49, got"),
+        (dict(spatial_shapes=()), r"spatial_shapes must hold \(H, W\) of at least one level, got \(\)"),
+        (dict(spatial_shapes=5), r"spatial_shapes must hold \(H, W\) of at least one level, got 5"),
+        (dict(spatial_shapes=((5, 7), (3, 4), (2,))), r"each of spatial_shapes must be .* 2 ints"),
+        (dict(spatial_shapes=((7, 7), (0, 4))), "each of spatial_shapes must be .* at least 1"),
+        (dict(spatial_shapes=torch.ones(3, 2)), r"must be an integer Tensor \(L, 2\), got torch.float32"),
+        (dict(attention_weights=_z(2, 6, 3, 2, 2)), r"must have shape \(2, 6, 3, 3, 2\): .* got \(2, 6, 3, 2"),
+        (dict(attention_weights=_z(2, 6, 3, 6)), r"weights must have shape \(B, Q, M, L, K\), got"),
+        (dict(attention_weights=_z()), r"attention_weights must have shape \(B, Q, M, L, K\), got \(\)"),
+        (dict(sampling_locations=_z(2, 6, 3, 3, 2, 3)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
+        (dict(sampling_locations=_z(2, 5, 3, 3, 2, 2)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
+        (dict(sampling_locations=_z(2, 6, 3, 6, 2)), r"must have shape \(B, Q, M, L, K, 2\), got"),
+        (dict(points=(2, 2, 2)), r"attention_weights must have shape \(B, Q, M, P\), got \(2, 6, 3, 3, 2\)"),
+        (dict(points=(2, 2)), "points must be an int or 3 ints"),
+        (dict(points=(2, 2, -2)), "points must be an int or 3 ints, each at least 0"),
+        (dict(sampling_locations=_z(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 for a value"),
+        (dict(attention_weights=_z(2, 6, 3, 3, 2).half()), "must be torch.float32 for a value"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_bad_input_is_one_clear_error(name):
+    some = SMALL[name]("small").to("cpu", torch.float32)
+    for change, words in WRONG[name]:
+        with pytest.raises((ValueError, TypeError), match=words):
+            some.call(**{**some.tensors, **change})
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_wrong_tensor_is_named(name):
+    some = SMALL[name]("small").to("cpu", torch.float32)
+    for argument, tensor in some.floats().items():
+        if argument in ("value", "input", "offset", "weight", "sampling_locations", "attention_weights"):
+            with pytest.raises(TypeError, match=f"^{argument} must be a Tensor, got NoneType"):
+                some.call(**{**some.tensors, argument: None})
+        for wrong, error, words in (
+            ([1.0], TypeError, "must be a Tensor.*, got list"),
+            (tensor.to_sparse(), TypeError, "must be a dense Tensor, got one of layout torch.sparse_coo"),
+            (tensor.double() if argument not in ("value", "input") else tensor.long(), TypeError, "must (be|have) "),
+            (tensor.to("meta"), ValueError, "device"),
+            (tensor[None, None, None], ValueError, "must have .*shape"),
+        ):
+            with pytest.raises(error, match=words) as caught:
+                some.call(**{**some.tensors, argument: wrong})
+            if argument not in ("value", "input"):  # which say what the others must be
+                assert argument in str(caught.value)

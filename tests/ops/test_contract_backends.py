@@ -1,91 +1,375 @@
-"""The contract of ``test_contract.py`` for each backend of an operator's table, whichever would serve by itself.
+"""Numbers by each backend of an operator's table, whichever would serve by itself, against the definition in float64.
 
 Triton's kernels are interpreted where there is no device, so that their examples are tiny.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor
 
+from attn_plugins import ops
 from attn_plugins.ops.common import library
 from attn_plugins.ops.common.operator import OPERATORS as operators
-from tests.helpers.triton_checks import TOLERANCES, needs_triton
-from tests.ops import test_contract as contract
-from tests.ops.contract_examples import EXAMPLES, Example
-from tests.ops.test_contract import BOUNDS, LAYOUTS, every_device, example
+from tests.helpers import triton_checks
+from tests.helpers.operator_checks import deterministic_mode
+from tests.ops.contract_examples import EXAMPLES, OPERATORS, Example
+from tests.ops.test_contract import BOUNDS, FIRST, Calls, assert_close, differentiate, example, forced, results
 
 pytestmark = pytest.mark.usefixtures("full_float32")
-TRITON = [
-    name for name in EXAMPLES
-    if name.startswith(("global_attention", "sequence_attention")) or name == "criss_cross_attention, content"
-]  # fmt: skip
-ONE_EACH = ["global_attention", "sequence_attention", "criss_cross_attention, content"]
+SINGLE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
+ONE_EACH = ["global_attention", "sequence_attention", "criss_cross_attention, content"]  # of Triton's
+IN_TRITON = [n for n in EXAMPLES if n.startswith(("global_attention", "sequence_attention")) or n == ONE_EACH[2]]
+ATTENTION = [n for n in EXAMPLES if "attention" in n and "deformable" not in n and "prefix" not in n]
+Row = tuple[str, "str | None", str, torch.dtype]
 
 
-def _plain_backends(name: str) -> list[str]:
+def plain_backends(name: str) -> list[str]:
     """Return the CPU's kernels, where they are compiled, and the last of the table, which refuses nothing."""
     names = [row.name for row in operators[name.split(",")[0].replace("1d", "2d")].table]
     return [*(["cpu"] if "cpu" in names and library.has_kernel("cpu") else []), names[-1]]
 
 
-by_backend = pytest.mark.parametrize("name, backend", [(n, b) for n in EXAMPLES for b in _plain_backends(n)])
+def rows(
+    names: Sequence[str] = tuple(EXAMPLES), dtypes: Sequence[torch.dtype] = (DOUBLE,), in_triton: Sequence[str] = ()
+) -> list:
+    """Return calls by each backend on CPUs, by the first on a GPU, and by Triton, in float32 where it takes that."""
+    cuda = [pytest.mark.cuda] if triton_checks.DEVICE == "cuda" else []
+    listed: list = [(n, backend, "cpu", dtype) for n in names for backend in plain_backends(n) for dtype in dtypes]
+    listed += [pytest.param(n, FIRST, "cuda", dtype, marks=pytest.mark.cuda) for n in names for dtype in dtypes]
+    for n in in_triton:
+        row = n, "triton", triton_checks.DEVICE, HALF if n.startswith("criss_cross") else SINGLE
+        listed.append(pytest.param(*row, marks=[triton_checks.needs_triton, *cuda]))
+    return listed
 
 
-def in_triton(name: str, device: str, dtype: torch.dtype = torch.float32) -> tuple[Example, float]:
-    """Return an example and the error of Triton's kernels; those of criss-cross attention take halves alone."""
-    if name.startswith("criss_cross") and dtype == torch.float32:
-        dtype = torch.float16
-    size, batch = ("tiny", None if name.startswith("criss_cross") else 2) if device == "cpu" else ("small", 2)
-    return example(name, size, device, dtype, batch), TOLERANCES[dtype]
+def by_row(*args, **kwargs):
+    return pytest.mark.parametrize("name, backend, device, dtype", rows(*args, **kwargs), ids=str)
 
 
-@pytest.mark.sampled(144)
-@by_backend
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-def test_results_of_each_backend(name, backend, dtype):
-    contract.check_results(example(name, dtype=dtype), backend, BOUNDS[dtype])
+def drawn(name: str, backend: str | None, device: str, dtype: torch.dtype, size="small", **extents) -> Example:
+    if backend == "triton" and device == "cpu" and not extents:
+        size, extents = "tiny", {} if name.startswith("criss_cross") else dict(B=2)
+    return example(name, size, device, dtype, **extents)
 
 
-@by_backend
-def test_empty_batches_of_each_backend(name, backend):
-    contract.check_batch(example(name, dtype=torch.float16, batch=0), name, 0, backend)
+def bound_of(backend: str | None, dtype: torch.dtype) -> float:
+    return triton_checks.TOLERANCES[dtype] if backend == "triton" else BOUNDS[dtype]
 
 
-@pytest.mark.sampled(12, every_value=False)
-@needs_triton
-@every_device
+def check(some: Example, backend: str | None, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Assert that outputs and gradients have the arguments' dtypes and the definition's numbers; return them."""
+    exact = some._replace(
+        tensors={n: t.cpu().double() if t.is_floating_point() else t.cpu() for n, t in some.tensors.items()}
+    )
+    with ops.backend("reference"):
+        expected = results(exact)
+    with forced(backend):
+        actual = results(some)
+    assert actual["output"].dtype == dtype
+    assert all(actual[n].dtype == t.dtype for n, t in some.floats().items())
+    assert_close(actual, expected, bound_of(backend, dtype))
+    return actual
+
+
+HALVES_IN_TRITON = [(n, dtype) for n in ONE_EACH for dtype in (HALF, BRAIN)]
+
+
 @pytest.mark.parametrize(
-    "name, dtype",
-    [(n, dtype) for n in TRITON for dtype in TOLERANCES if dtype.itemsize == 2 or not n.startswith("criss_cross")],
+    "name, backend, device, dtype",
+    [
+        *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON),
+        *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=triton_checks.needs_triton)
+          for n, d in HALVES_IN_TRITON),
+    ],
     ids=str,
+)  # fmt: skip
+def test_results(name, backend, device, dtype):
+    check(drawn(name, backend, device, dtype), backend, dtype)
+
+
+@by_row(dtypes=(SINGLE, BRAIN))
+def test_results_of_many_numbers(name, backend, device, dtype):
+    check(example(name, "large", device, dtype), backend, dtype)
+
+
+GLOBAL = [
+    dict(grid=(4, 6), keys=(8, 8), d=16, dv=8, B=1),
+    dict(grid=(5, 5), keys=(1, 65), d=17, dv=33),
+    dict(grid=(1, 47), keys=(3, 43), d=40, dv=70, B=1),
+    dict(grid=(9, 1), keys=(33, 1), d=1, dv=1),
+    dict(grid=(1, 1), keys=(1, 1)),
+]
+GEOMETRIES = [  # of windows
+    dict(map=(6, 7), kernel=(1, 5), stride=(1, 2), options=dict(padding=(0, 2))),
+    dict(map=(9, 1), kernel=(5, 3), stride=(2, 3), options=dict(padding=(4, 2), dilation=(2, 2), border="zero")),
+    dict(map=(3, 70), kernel=(2, 4), options=dict(padding=(1, 3), border="zero")),
+    dict(map=(6, 7), kernel=(3, 3), stride=(2, 2), options=dict(padding=(0, 0), dilation=(1, 3))),
+    dict(map=(1, 130), kernel=(3, 9), options=dict(border="exclude")),
+    dict(map=(1, 1), kernel=(3, 3)),
+]
+EXTENTS: dict[str, list[dict]] = {
+    "global_attention": GLOBAL,
+    "global_attention, content": GLOBAL,
+    "sequence_attention": [
+        dict(T=1, S=1, K=1, d=1, dv=1), dict(T=48, S=48, K=7, d=16, dv=16), dict(T=49, S=65, K=31, d=17, dv=33),
+        dict(T=100, S=130, K=259, d=64, dv=70, M=1), dict(T=150, S=197, K=1, d=40, dv=8, M=1),
+        dict(T=4, S=210, K=11, d=19, dv=21),
+    ],
+    "sequence_attention, causal band": [dict(T=49, S=49, K=31), dict(T=100, S=130, K=259, M=2), dict(T=7, S=7, K=5)],
+    "sequence_attention, range": [dict(T=33, S=40, K=9), dict(T=5, S=400, K=3)],
+    "sequence_attention, segments": [dict(T=1, S=1), dict(T=4, S=70), dict(T=48, S=48, d=16), dict(T=130, S=131)],
+    **{n: [dict(g, d=19, dv=18) for g in GEOMETRIES] for n in EXAMPLES if n.startswith("window")},
+    "criss_cross_attention": [dict(map=map, d=9) for map in ((1, 3), (3, 1), (1, 1), (17, 34))],
+    "criss_cross_attention, content": [dict(map=(33, 2), d=16)],
+    "deform_conv2d": [dict(C=70, map=(33, 41), out=8, B=1), dict(C=2, map=(1, 1), out=2), dict(C=38, map=(1, 4))],
+    "deformable_attention": [
+        dict(levels=((1, 1),), Q=3), dict(d=5), dict(d=72, Q=2, M=2), dict(levels=((3, 2),), Q=300, K=1, M=2, B=1),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name, backend, extents", [(n, b, e) for n in EXTENTS for b in plain_backends(n) for e in EXTENTS[n]], ids=str
 )
-def test_results_of_triton(name, dtype, device):
-    some, bound = in_triton(name, device, dtype)
-    contract.check_results(some, "triton", bound)
+def test_extents_around_blocks_and_vectors(name, backend, extents):
+    dtypes = (SINGLE,) if math.prod(extents.get(n, 1) for n in "TS") > 10000 else (DOUBLE, SINGLE)
+    for dtype in dtypes:
+        check_but_for_cancellation(example(name, "small", "cpu", dtype, **extents), backend, dtype)
 
 
-@pytest.mark.sampled(12)
-@every_device
-@needs_triton
-@pytest.mark.parametrize("name", ONE_EACH)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_in_triton(name, layout, device):
-    some, bound = in_triton(name, device)
-    contract.check_views(some, layout, "triton", bound)
+def check_but_for_cancellation(some: Example, backend: str | None, dtype: torch.dtype) -> None:
+    """As :func:`check`; of gradients that cancel, as those of a single key's logits, rounding is all that is left."""
+    exact = some._replace(tensors={n: t.double() if t.is_floating_point() else t for n, t in some.tensors.items()})
+    with ops.backend("reference"):
+        expected = results(exact)
+    with forced(backend):
+        actual = results(some)
+    for name, wanted in expected.items():
+        error, size = (actual[name].double() - wanted).norm(), max(wanted.norm(), 0.05 * wanted.numel() ** 0.5)
+        assert error <= 4 * bound_of(backend, dtype) * size, name
 
 
-@every_device
-@needs_triton
-@pytest.mark.parametrize("name", ["global_attention", "sequence_attention"])
-def test_logits_broadcast_in_triton(name, device):
-    some, bound = in_triton(name, device)
-    contract.check_broadcast(some, name, "triton", bound)
+EMPTY = {
+    "global_attention": [dict(d=0), dict(dv=0), dict(M=0), dict(grid=(0, 3))],
+    "global_attention, content": [dict(d=0)],
+    "sequence_attention": [dict(d=0), dict(dv=0), dict(M=0), dict(T=0)],
+    "sequence_attention, range": [dict(T=0), dict(d=0)],
+    "window_attention, content": [dict(d=0), dict(d=0, dv=24, kernel=(1, 7)), dict(dv=0)],
+    "criss_cross_attention, content": [dict(d=0), dict(dv=0)],
+    "deformable_attention": [dict(Q=0), dict(K=0), dict(d=0)],
+}
 
 
-@every_device
-@needs_triton
-@pytest.mark.parametrize("name", ONE_EACH)
-def test_only_wanted_gradients_in_triton(name, device):
-    some, bound = in_triton(name, device)
-    contract.check_wanted(some, "triton", bound)
+@pytest.mark.parametrize(
+    "name, backend, extents",
+    [
+        *((n, backend, e) for n in EMPTY for backend in plain_backends(n) for e in EMPTY[n]),
+        *(pytest.param(n, "triton", e, marks=triton_checks.needs_triton) for n in ONE_EACH for e in EMPTY[n]
+          if n != ONE_EACH[2] or "dv" in e),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_in_an_axis(name, backend, extents):
+    """Empty widths, heads and queries give the shapes of results, without products the mean."""
+    triton = backend == "triton"
+    dtype = HALF if triton and name == ONE_EACH[2] else SINGLE
+    some = example(name, "tiny", triton_checks.DEVICE if triton else "cpu", dtype, **extents)
+    check_but_for_cancellation(some, backend, dtype)
+
+
+@by_row(dtypes=(HALF,))
+def test_empty_batches(name, backend, device, dtype):
+    check_batch(example(name, device=device, dtype=dtype, B=0), name, 0, backend)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_shapes_without_data(name, batch):
+    check_batch(example(name, device="meta", B=batch), name, batch, FIRST)
+
+
+def check_batch(some: Example, name: str, batch: int, backend: str | None) -> None:
+    leaves = some.leaves()
+    with forced(backend):
+        output = some.call(**leaves)
+        grads = torch.autograd.grad(output.sum(), [leaves[n] for n in some.floats()])
+    assert output.shape == example(name, B=2).call(**example(name, B=2).tensors)[:batch].shape
+    assert [g.shape for g in grads] == [t.shape for t in some.floats().values()]
+    if batch == 0 and not output.is_meta:
+        assert not any(g.any() for g in grads)
+
+
+# --- logits -------------------------------------------------------------------------------------------------------
+
+LEADING = dict(global_attention="row_logits", sequence_attention="position_logits", window_attention="position_logits",
+               criss_cross_attention="position_logits")  # fmt: skip
+WITH_LOGITS = [n for n in ATTENTION if not any(word in n for word in ("content", "band", "range"))]
+
+
+@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=ONE_EACH[:2])
+def test_masks_and_extreme_logits(name, backend, device, dtype):
+    """Fully masked queries return zeros and have no gradients; queries of one key return its value."""
+    some = drawn(name, backend, device, dtype, **dict(B=2, M=2, d=8))
+    logits = some.tensors[LEADING[name.split(",")[0]]]
+    logits[:, :, 1], logits[:, :, 0, ..., 1:] = -math.inf, -math.inf
+    for n, place in (("key_logits", (1, 0)), ("outside_logits", (slice(2, 4),)), ("band_logits", (2,))):
+        if n in some.tensors:
+            some.tensors[n][(0, slice(None), *place)] = -math.inf
+    actual = check(some, backend, dtype)
+    assert not actual["output"][:, :, 1].any()
+    assert not actual.get("query", actual["output"])[:, :, 1].any()
+    logits.fill_(3e4)[..., 0] = 6e4
+    with ops.backend("reference"):
+        expected = some.call(**{n: t.double() if t.is_floating_point() else t for n, t in some.tensors.items()})
+    with forced(backend):
+        output = some.call(**some.tensors)
+    close = dict(rtol=1e-2, atol=2e-2)  # logits of 6e4 in float32 are rounded to 0.004
+    torch.testing.assert_close(output.double(), expected, **close)
+
+
+WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
+
+
+@by_row(WITH_CONTENT, in_triton=ONE_EACH)
+def test_scales(name, backend, device, dtype):
+    """A scale of 0 makes no use of uninitialised memory, which deterministic mode fills with NaN."""
+    some = drawn(name, backend, device, dtype)
+    for scale in (0.0, -0.5):
+        exact = {n: t.double() if t.is_floating_point() else t for n, t in some.tensors.items()}
+        with ops.backend("reference"):
+            expected = some.call(**exact, scale=scale)
+        with forced(backend), deterministic_mode():
+            output = some.call(**some.tensors, scale=scale)
+        assert_close(dict(output=output), dict(output=expected), bound_of(backend, dtype))
+
+
+@by_row(WITH_CONTENT, dtypes=(SINGLE,), in_triton=ONE_EACH)
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_nan_is_not_hidden(name, backend, device, dtype):
+    some = drawn(name, backend, device, dtype)
+    query = some.tensors["query"]
+    first = (0, 0) + (0,) * (query.dim() - 3)
+    query[(*first, 0)] = math.nan
+    with forced(backend):
+        output = some.call(**some.tensors)
+    assert output[first].isnan().all()
+    output[first] = 0
+    assert output.isfinite().all()
+
+
+@by_row(ATTENTION, in_triton=ONE_EACH[:2])
+def test_logits_broadcast(name, backend, device, dtype):
+    """Logits of size 1 in batch, heads or queries give what expanded ones give; their gradient is the sum."""
+    some = drawn(name, backend, device, dtype)
+    B, M = some.tensors["value"].shape[:2]
+    queries = dict(global_attention=(2, 3), sequence_attention=(2,)).get(name.split(",")[0], ())
+    for axes in ((0,), (1,), (0, 1), *([queries] if queries and "query" in some.tensors else [])):
+        shared, spread = dict(some.tensors), dict(some.tensors)
+        for n, logits in some.tensors.items():
+            if "logits" in n and not (axes == queries and n == "key_logits"):
+                shared[n] = logits[tuple(slice(1) if axis in axes else slice(None) for axis in range(logits.dim()))]
+                spread[n] = shared[n].expand(B, M, *logits.shape[2:])
+        expected = results(some._replace(tensors=spread))
+        shapes = {n: t.shape for n, t in shared.items()} | dict(output=expected["output"].shape)
+        with forced(backend):
+            actual = results(some._replace(tensors=shared))
+        assert_close(actual, {n: t.sum_to_size(shapes[n]) for n, t in expected.items()}, bound_of(backend, dtype))
+
+
+# --- layouts and gradients ----------------------------------------------------------------------------------------
+
+
+def _cropped(t: Tensor) -> Tensor:
+    padded = torch.nn.functional.pad(t, [1, 2] * t.dim(), value=torch.nan)
+    for axis, size in enumerate(t.shape):
+        padded = padded.narrow(axis, 1, size)
+    return padded
+
+
+def _turned(*axes: int) -> Callable[[Tensor], Tensor]:
+    return lambda t: t.transpose(*axes).contiguous().transpose(*axes)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second": lambda t: torch.stack((t, -t), -1).flatten(-2)[..., ::2],
+    "crop": _cropped,
+    "last two axes exchanged": _turned(-1, -2),
+    "heads innermost": _turned(1, -2),
+    "channels second": _turned(1, -1),
+    "batch innermost": _turned(0, -1),
+    "one for all": lambda t: t[:1].expand_as(t),
+    "misaligned": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
+}
+TRITONS = {
+    "global_attention": ["every second", "crop", "one for all"],
+    "sequence_attention": ["heads innermost", "every second", "batch innermost"],
+    "criss_cross_attention, content": ["channels second", "last two axes exchanged", "misaligned"],
+}
+
+
+@by_row(in_triton=ONE_EACH)
+def test_views_give_what_copies_give(name, backend, device, dtype):
+    for layout in TRITONS[name] if backend == "triton" else LAYOUTS:
+        some = drawn(name, backend, device, dtype)
+        views = {n: LAYOUTS[layout](t) if t.is_floating_point() and t.dim() > 1 else t for n, t in some.tensors.items()}
+        copies = some._replace(tensors={n: t.contiguous() for n, t in views.items()})
+        before = {n: t.clone() for n, t in views.items()}
+        leaves = {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in views.items()}
+        with forced(backend):
+            actual = differentiate(some.call, leaves)
+        assert_close(actual, results(copies), bound_of(backend, dtype))
+        assert all(torch.equal(t, before[n]) for n, t in views.items()), layout
+
+
+@by_row(in_triton=ONE_EACH)
+def test_only_wanted_gradients(name, backend, device, dtype):
+    some = drawn(name, backend, device, dtype)
+    expected = results(some)
+    for wanted in some.floats():
+        leaves = {n: t.detach().clone().requires_grad_(n == wanted) for n, t in some.tensors.items()}
+        with forced(backend), Calls() as recorded:
+            actual = differentiate(some.call, leaves)
+        assert_close(actual, {n: expected[n] for n in ("output", wanted)}, bound_of(backend, dtype))
+        if "prefix_key" not in some.tensors:
+            assert sum(g.numel() > 0 for g in recorded.returned) == 1
+    with torch.no_grad():
+        assert not some.call(**some.leaves()).requires_grad
+
+
+PAIRS = [
+    *((n, *pair, SINGLE) for n in OPERATORS if "1d" not in n for pair in (("cpu", "eager"), ("eager", "cpu"))
+      if "cpu" in plain_backends(n)),
+    *(pytest.param(n, *pair, HALF, marks=triton_checks.needs_triton) for n in ONE_EACH
+      for pair in (("triton", "eager"), ("eager", "triton"))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, first, second, dtype", PAIRS, ids=str)
+def test_a_backend_differentiates_another(name, first, second, dtype):
+    """What the forward keeps does not depend on who serves; some backwards do without the output."""
+    device = triton_checks.DEVICE if "triton" in (first, second) else "cpu"
+    some = drawn(name, "triton" if device != "cpu" or dtype == HALF else FIRST, device, dtype)
+    with forced(first), Calls() as recorded:
+        output = some.call(**some.tensors)
+    ((forward, args),) = recorded.calls.items()
+    operator = operators[forward._opname]
+    returned = recorded.returned if isinstance(recorded.returned, tuple) else (recorded.returned,)
+    count = len(operator.terms._fields)
+    terms, options = operator.terms(*args[:count]), operator.options(*args[count:])
+    if name.startswith("criss_cross") and dtype == HALF:  # as where Triton serves
+        options = options._replace(recompute=True)
+        with forced(first):
+            returned = operator._forward(*terms, *options)
+    kept, needs = [returned[n] for n in operator._kept], [t is not None for t in terms]
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(returned[0])
+    expected = triton_checks.definition(operator, terms, options, grad)
+    for result in [kept, [None, *kept[1:]]] if operator._needs_output else [kept]:
+        with forced(second):
+            grads = operator._backward(grad, *terms, *result, *options, needs)
+        for ours, theirs in zip((returned[0], *grads), expected):
+            assert theirs is None or (ours.double() - theirs).norm() <= 2 * bound_of("triton", dtype) * theirs.norm()

@@ -25,7 +25,7 @@ class Calling(nn.Module):
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_fvcore_counts_multiply_adds_and_outputs(name):
-    some = EXAMPLES[name]("small", None).to("cpu", torch.float32)
+    some = EXAMPLES[name]("small").to("cpu", torch.float32)
     tensors = {key: tensor.detach() for key, tensor in some.leaves().items()}
     model, inputs = Calling(some.call, tensors), tuple(tensors.values())
     with FlopCounterMode(display=False) as torchs:

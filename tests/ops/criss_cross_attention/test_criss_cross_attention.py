@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attn_plugins.ops import criss_cross_attention, reference
 from attn_plugins.ops.criss_cross_attention import eager
-from tests.helpers.operator_checks import DEVICES, deterministic_mode, given
+from tests.helpers.operator_checks import DEVICES
 from tests.ops.criss_cross_attention.operands import LOGITS, operands
 
 
@@ -42,19 +42,6 @@ def test_reference_is_the_formula(size, logits):
     torch.testing.assert_close(reference.criss_cross_attention(*terms, 0.7), by_loops(*terms, 0.7))
 
 
-@pytest.mark.parametrize("logits", LOGITS)
-def test_a_scale_of_0(logits):
-    """Results do not depend on uninitialised memory, which deterministic mode fills with NaN."""
-    terms = operands((5, 7), logits, batch=2, heads=2)
-    expected = reference.criss_cross_attention(*terms, 0.0)
-    wanted = torch.autograd.grad(expected.square().sum(), given(*terms))
-    with deterministic_mode():
-        output = criss_cross_attention(*terms, scale=0.0)
-        gradients = torch.autograd.grad(output.square().sum(), given(*terms))
-    torch.testing.assert_close(output, expected)
-    torch.testing.assert_close(gradients, wanted)
-
-
 def test_probabilities_are_the_weights():
     terms = operands(grad=False)
     H, W = terms[2].shape[2:4]
@@ -64,26 +51,6 @@ def test_probabilities_are_the_weights():
     torch.testing.assert_close(weights[..., :H], probabilities[..., :H])
     torch.testing.assert_close(weights[..., eager.aligned(H) :][..., :W], probabilities[..., H:])
     assert not probabilities[..., :H].diagonal(dim1=2, dim2=4).any()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_masked_positions_and_extreme_logits(device):
-    query, key, value, position = operands((3, 4), device=device, grad=False)
-    position[0, 0, 1, 2] = -math.inf
-    position[1, :, :, :, 5] = -math.inf
-    leaves = [t.requires_grad_() for t in (query, key, value, position)]
-    output = criss_cross_attention(*leaves)
-    torch.testing.assert_close(output, reference.criss_cross_attention(*leaves, 1.0))
-    assert not output[0, 0, 1, 2].any()
-    gradients = torch.autograd.grad(output.square().sum(), leaves)
-    assert all(gradient.isfinite().all() for gradient in gradients)
-    assert not gradients[3][0, 0, 1, 2].any()
-    assert not gradients[3][1, :, :, :, 5].any()
-    large = torch.full((1, 1, 2, 2, 4), 3e4, device=device)
-    large[..., 2] = 6e4  # column 0 of the own row
-    one = torch.randn(1, 1, 2, 2, 3, device=device)
-    expected = one[:, :, :, :1].expand_as(one)
-    torch.testing.assert_close(criss_cross_attention(None, None, one, large), expected)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 7.0])
@@ -100,9 +67,7 @@ def test_the_own_entry_of_the_column_is_not_read(number):
     assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
 
 
-@pytest.mark.sampled(2, every_value=False)
-@pytest.mark.parametrize("logits", LOGITS)
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute, logits", [(False, "both"), (True, "both"), (True, "position")])
 def test_opcheck_of_what_is_kept(recompute, logits):
     terms = operands((4, 9), logits, batch=1, heads=2, dtype=torch.float32)
     torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
@@ -139,28 +104,3 @@ def test_projections_are_read_in_few_products():
     assert len(batches) == M
     assert all(view.data_ptr() < query.data_ptr() + query.nbytes for _, view, _ in batches)
     assert len(list(eager._batches(column, query.transpose(2, 3), key.transpose(2, 3).mT))) == B
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(key=None), "query and key must be given together"),
-        (dict(query=None, key=None, position_logits=None), "query and key, or position_logits, must be given"),
-        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one position"),
-        (dict(value=torch.randn(2, 3, 5, 5)), r"value must have shape \(B, M, H, W, dv\), got \(2, 3, 5, 5\)"),
-        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have query's shape \(2, 3, 5, 7, 4\)"),
-        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's first axes \(2, 3, 5, 7\)"),
-        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
-        (
-            dict(position_logits=torch.randn(2, 3, 5, 7, 11)),
-            r"must have shape \(2, 3, 5, 7, 12\), H \+ W logits per position of value",
-        ),
-        (dict(position_logits=torch.randn(2, 2, 5, 7, 12)), "or size 1 in either of the first two axes"),
-        (dict(position_logits=torch.randn(5, 7, 12)), r"position_logits must have shape \(B, M, H, W, H \+ W\)"),
-    ],
-)
-def test_bad_input_is_one_clear_error(change, words):
-    query, key, value, position = operands(dtype=torch.float32, grad=False)
-    arguments = dict(query=query, key=key, value=value, position_logits=position) | change
-    with pytest.raises((ValueError, TypeError), match=words):
-        criss_cross_attention(**arguments)

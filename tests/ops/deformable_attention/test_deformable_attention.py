@@ -127,17 +127,6 @@ def test_points_that_differ_by_level(device):
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_autocast_casts_the_value_alone(device):
-    terms = operands(((3, 200),), queries=20, dtype=torch.float32, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        output = deformable_attention(terms[0], ((3, 200),), *terms[1:])
-    rounded = terms[0].detach().bfloat16()
-    assert torch.equal(output, deformable_attention(rounded, ((3, 200),), *terms[1:]))
-    output.sum().backward()
-    assert all(t.grad.dtype == torch.float32 for t in terms)
-
-
 def test_compiled_gradients_of_any_size():
     torch._dynamo.reset()
 
@@ -152,17 +141,6 @@ def test_compiled_gradients_of_any_size():
         wanted = torch.autograd.grad(attend(*terms), terms, gradient)
         for a, b in zip(torch.autograd.grad(compiled(*terms), terms, gradient), wanted):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("empty", [dict(queries=0), dict(K=0)])
-def test_nothing_to_do(empty):
-    terms = operands(**empty, dtype=torch.float32)
-    output = deformable_attention(terms[0], SHAPES, *terms[1:])
-    assert output.shape == (2, empty.get("queries", 6), 12)
-    assert not output.any()
-    output.sum().backward()
-    assert all(t.grad.shape == t.shape for t in terms)
-    assert not terms[0].grad.any()
 
 
 def test_shapes_as_a_tensor():
@@ -192,8 +170,7 @@ def graph_of(way: str, example: tuple[Tensor, ...], file: Path) -> Callable[...,
     return torch.export.export(Attend(), example, dynamic_shapes=(dynamic,), strict=way == "strict").module()
 
 
-@pytest.mark.sampled(2, every_value=False)
-@pytest.mark.parametrize("way", ["exported", "strict", "compiled", "onnx"])
+@pytest.mark.parametrize("way", ["exported", "strict", "compiled", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_the_values_of_a_tensor_of_shapes_are_no_constants(way, tmp_path):
     """mmdet's layers always pass a Tensor; one graph serves other shapes of as many pixels, and any batch."""
     arguments = []
@@ -209,31 +186,12 @@ def test_the_values_of_a_tensor_of_shapes_are_no_constants(way, tmp_path):
             function(terms[0], torch.tensor(((5, 7), (3, 4), (1, 3))), *terms[2:])
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(value=torch.zeros(2, 49, 12)), r"value must have shape \(B, S, M, d\), got \(2, 49, 12\)"),
-        (dict(spatial_shapes=((5, 7), (3, 4))), r"spatial_shapes must have as many pixels as value has keys, 49, got"),
-        (dict(spatial_shapes=()), r"spatial_shapes must hold \(H, W\) of at least one level, got \(\)"),
-        (dict(spatial_shapes=5), r"spatial_shapes must hold \(H, W\) of at least one level, got 5"),
-        (dict(spatial_shapes=((5, 7), (3, 4), (2,))), r"each of spatial_shapes must be .* 2 ints"),
-        (dict(spatial_shapes=((7, 7), (0, 4))), "each of spatial_shapes must be .* at least 1"),
-        (dict(spatial_shapes=torch.ones(3, 2)), r"must be an integer Tensor \(L, 2\), got torch.float32"),
-        (dict(attention_weights=torch.zeros(2, 6, 3, 2, 2)), r"must have shape \(2, 6, 3, 3, 2\): .* got \(2, 6, 3, 2"),
-        (dict(attention_weights=torch.zeros(2, 6, 3, 6)), r"weights must have shape \(B, Q, M, L, K\), got"),
-        (dict(attention_weights=torch.zeros(())), r"attention_weights must have shape \(B, Q, M, L, K\), got \(\)"),
-        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 3)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
-        (dict(sampling_locations=torch.zeros(2, 5, 3, 3, 2, 2)), r"locations must have shape \(2, 6, 3, 3, 2, 2"),
-        (dict(sampling_locations=torch.zeros(2, 6, 3, 6, 2)), r"must have shape \(B, Q, M, L, K, 2\), got"),
-        (dict(points=(2, 2, 2)), r"attention_weights must have shape \(B, Q, M, P\), got \(2, 6, 3, 3, 2\)"),
-        (dict(points=(2, 2)), "points must be an int or 3 ints"),
-        (dict(points=(2, 2, -2)), "points must be an int or 3 ints, each at least 0"),
-        (dict(sampling_locations=torch.zeros(2, 6, 3, 3, 2, 2).double()), "must be torch.float32 for a value"),
-        (dict(attention_weights=torch.zeros(2, 6, 3, 3, 2, dtype=torch.float16)), "must be torch.float32 for a value"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_clear_error(change, words):
-    value, locations, weights = operands(dtype=torch.float32, grad=False)
-    arguments = dict(value=value, spatial_shapes=SHAPES, sampling_locations=locations, attention_weights=weights)
-    with pytest.raises((ValueError, TypeError), match=words):
-        deformable_attention(**{**arguments, **change})
+@pytest.mark.parametrize("device", DEVICES)
+def test_autocast_casts_the_value_alone(device):
+    terms = operands(((3, 200),), queries=20, dtype=torch.float32, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        output = deformable_attention(terms[0], ((3, 200),), *terms[1:])
+    rounded = terms[0].detach().bfloat16()
+    assert torch.equal(output, deformable_attention(rounded, ((3, 200),), *terms[1:]))
+    output.sum().backward()
+    assert all(t.grad.dtype == torch.float32 for t in terms)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 
@@ -12,9 +11,6 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, explain, reference, window_attention
 from attn_plugins.ops.common import library
-from attn_plugins.ops.window_attention import cuda
-from attn_plugins.ops.window_attention.operands import Options, Terms
-from tests.helpers.operator_checks import DEVICES, given
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 LOGITS = ["content", "position", "both"]
@@ -83,29 +79,6 @@ def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, bor
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.sampled(48)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("path", ["first", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("border", ["exclude", "zero"])
-@pytest.mark.parametrize("logits", LOGITS)
-@pytest.mark.parametrize("size", [(6, 7), (1, 1), (9, 1), (1, 130), (3, 70)])
-@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
-def test_every_path_equals_the_reference(kernel, stride, padding, dilation, size, logits, border, dtype, path, device):
-    torch.manual_seed(0)
-    terms = operands(size, kernel, logits, stride=stride, dtype=dtype, d=19, dv=18, device=device)
-    expected = reference.window_attention(*terms, kernel, stride, padding, dilation, border, 0.3)
-    geometry = dict(stride=stride, padding=padding, dilation=dilation, border=border)
-    grad = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, given(*terms), grad)
-    with backend("eager") if path == "eager" else contextlib.nullcontext():
-        output = window_attention(*terms, kernel, **geometry, scale=0.3)
-        gradients = torch.autograd.grad(output, given(*terms), grad)
-    torch.testing.assert_close(output, expected)
-    for gradient, other in zip(gradients, wanted):
-        torch.testing.assert_close(gradient, other, rtol=1e-4 if dtype == torch.float32 else 1e-9, atol=1e-5)
-
-
 @needs_kernel
 @pytest.mark.parametrize("dv", [7, 8, 16, 48])
 @pytest.mark.parametrize("border", ["exclude", "zero"])
@@ -125,15 +98,6 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
     output = window_attention(*arguments, kernel, padding=padding, border=border)
     assert 0 < output.isfinite().sum() < output.numel()
     torch.testing.assert_close(output, expected, equal_nan=True)
-
-
-@needs_kernel
-@pytest.mark.parametrize("border", ["exclude", "zero"])
-def test_content_without_a_width(border):
-    """Without dot products and position logits, at a kernel wide enough for the special case, the result is a mean."""
-    query, key, value = (torch.randn(1, 3, 9, 12, width, dtype=torch.float64) for width in (0, 0, 24))
-    expected = reference.window_attention(query, key, value, None, (1, 7), (1, 1), (0, 3), (1, 1), border, 1.0)
-    torch.testing.assert_close(window_attention(query, key, value, None, (1, 7), border=border), expected)
 
 
 @pytest.mark.parametrize("geometry", [dict(dilation=10**9), dict(stride=10**9), dict(padding=2 * 10**9)])
@@ -204,61 +168,4 @@ def test_position_logits_outside_the_map_are_not_read(bad):
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(kernel_size=4), "kernel_size must be odd if padding is None, which centres the window, got 4"),
-        (dict(kernel_size=0), "kernel_size must be an int or 2 ints, each at least 1 and below"),
-        (dict(kernel_size=(3, 3, 3)), "kernel_size must be an int or 2 ints"),
-        (dict(dilation=0), "dilation must be"),
-        (dict(stride=0), "stride must be"),
-        (dict(padding=-1), "padding must be"),
-        (dict(border="reflect"), "border must be one of exclude, zero, got 'reflect'"),
-        (dict(kernel_size=5), r"position_logits must have shape \(2, 3, 5, 7, 25\), batch and heads of value"),
-        (dict(key=None), "query and key must be given together"),
-        (dict(query=None, key=None, position_logits=None), "query or position_logits must be given"),
-        (dict(value=torch.randn(2, 3, 0, 7, 5)), "value must have at least one key"),
-        (dict(value=torch.randn(2, 3)), r"value must have shape \(B, M, T, dv\) or \(B, M, H, W, dv\)"),
-        (dict(key=torch.randn(2, 3, 5, 6, 4)), r"key must have shape \(2, 3, 5, 7, 4\)"),
-        (dict(query=torch.randn(2, 2, 5, 7, 4)), r"query must have value's batch and heads \(2, 3\)"),
-        (dict(query=torch.randn(2, 3, 5, 4)), r"query must have shape \(B, M, H, W, d\)"),
-        (dict(position_logits=torch.randn(2, 3, 4, 7, 9)), "position_logits must have shape"),
-    ],
-)
-def test_bad_input_is_one_clear_error(change, words):
-    query, key, value, position = operands(dtype=torch.float32, grad=False)
-    arguments = dict(query=query, key=key, value=value, position_logits=position, kernel_size=3) | change
-    with pytest.raises((ValueError, TypeError), match=words):
-        window_attention(**arguments)
-
-
 # --- limits of the CUDA kernels -------------------------------------------------------------------------------------
-
-TOO_LARGE = {
-    "keys": dict(keys=(2**26, 2)),
-    "queries": dict(queries=(1, 2**27)),
-    "taps": dict(kernel=(2**14, 2**13)),
-    "padding": dict(padding=(2**27, 0)),
-    "stride": dict(stride=(2**25, 1)),
-    "dilation": dict(dilation=(2**26, 1)),
-    "heads": dict(heads=2**27),
-    "places of all heads": dict(heads=2**24, keys=(64, 64), queries=(64, 64)),
-    "columns far apart": dict(column=2**26),
-    "taps far apart": dict(tap=2**26),
-}
-
-
-def large_call(
-    keys=(4, 5), queries=(4, 5), kernel=(3, 3), stride=(1, 1), padding=(1, 1), dilation=(1, 1), heads=1, column=0, tap=0
-) -> tuple[Terms, Options]:
-    """Return arguments whose tensors have no memory."""
-    value = torch.empty_strided((1, heads, *keys, 4), (0, 0, 0, column, 1), device="meta")
-    logits = torch.empty_strided((1, heads, *queries, math.prod(kernel)), (0, 0, 0, 0, tap), device="meta")
-    return Terms(None, None, value, logits), Options(kernel, stride, padding, dilation, "exclude", 1.0)
-
-
-@pytest.mark.parametrize("case", TOO_LARGE)
-def test_the_cuda_kernels_refuse_what_they_would_check(case):
-    """Another backend then serves the call."""
-    assert "below 2**27" in cuda.refuses(*large_call(**TOO_LARGE[case]))
-    assert "below 2**27" not in cuda.refuses(*large_call())

@@ -1,0 +1,156 @@
+"""What Triton compiles: checks for processes that compile kernels instead of interpreting them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import backend
+from attn_plugins.ops.common import triton_launch
+from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
+from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
+from attn_plugins.ops.global_attention import global_attention
+from attn_plugins.ops.sequence_attention import sequence_attention
+from tests.helpers.idle_device import idle_device
+from tests.helpers.triton_checks import compiled_variants
+from tests.helpers.triton_compile import compiled, everywhere, launches, variants
+
+Call = Callable[[], tuple[Any, Any, Any]]
+HALF, SINGLE = torch.float16, torch.float32
+
+
+def meta(*shape: int, dtype=HALF) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def sequences(T: int, S: int, K: int | None, start: int, d=64, B=2, M=4, causal=False) -> Call:
+    operator = sequence_attention.ATTEND
+    heads = [meta(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
+    band = (None, None) if K is None else (meta(B, M, T, K), meta(1, M, T))
+    terms = operator.terms(*heads, *band, meta(1 if K is not None or T < 64 else B, M, T, S))
+    return lambda: (operator, terms, operator.options(meta(B, S).bool(), start, causal, 0.125))
+
+
+def crosses(H: int, W: int, d: int) -> Call:
+    operator = criss_cross.ATTEND
+    terms = [meta(2, H, W, 3, d).permute(0, 3, 1, 2, 4) for _ in range(3)]
+    return lambda: (operator, operator.terms(*terms, None), operator.options(1.0, True))
+
+
+def maps(queries: tuple[int, int], keys: tuple[int, int], dtype=HALF, present="1111", B=2) -> Call:
+    return everywhere(B, 4, queries, keys, 32, dtype, present)
+
+
+def no_size_is_compiled_for() -> None:
+    """Twenty sizes compile what one does; short queries and keys, and widths, have tiles of their own."""
+    for d in (32, 24, 5):
+        first, *others = [compiled_variants(crosses(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
+        assert len(first) == 8
+        assert all(other == first for other in others)
+
+    first, *others = [compiled_variants(sequences(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n)) for n in range(20)]
+    assert all(other == first for other in others), [len(first), *map(len, others)]
+    assert len(first) == 4
+    every = set(first)
+    for n in range(1, 70):
+        every |= compiled_variants(sequences(n, n % 7 + 1, 1 + 2 * (n % 5), n, B=n % 3 + 2, M=n % 4 + 1))
+    assert len(every) == 6, len(every)
+
+    for dtype in (SINGLE, HALF):
+        once = compiled_variants(maps((50, 84), (17, 33), dtype))
+        assert len(once) == 3, once
+        for H, W in itertools.product((1, 2, 16, 23, 64), (34, 42, 50, 61, 63)):
+            assert compiled_variants(maps((H * 2, W * 2), (H, W), dtype)) == once, (H, W)
+        content = compiled_variants(maps((50, 84), (25, 42), dtype, "1000"))
+        for H, W in ((1, 1), (3, 5), (16, 16), (200, 7), (1, 1000)):
+            assert compiled_variants(maps((H, W), (H, W), dtype, "1000")) == content, (H, W)
+    everything = set().union(*(compiled_variants(maps((7, 2 * W), (5, W))) for W in range(1, 140)))
+    forwards = [variant for variant in everything if variant.kernel == "forward"]
+    assert len(forwards) <= 10, len(forwards)  # five widths of tiles, logits read one or eight at a time
+
+
+def large_tensors_have_offsets_of_64_bits() -> None:
+    for sizes, long in (((4, 4), False), ((2**13, 2**13), True)):
+        for variant in compiled_variants(maps(sizes, (4, 4), B=1)):
+            assert dict(variant.constants)["LONG"] is long, variant
+
+
+def kernels_compile(capability: int) -> None:
+    """Without spills, also where the gradient of values is not wanted, for a device that is not there."""
+    calls = [
+        (sequences(200, 300, 21, 0, causal=True), "forward"),
+        (sequences(512, 512, None, 0), "both"),
+        (sequences(49, 49, None, 0), "both"),
+        (maps((50, 84), (25, 42), torch.bfloat16), "both"),
+    ]
+    for call, passes in calls:
+        for variant, kernel in variants(launches(*call(), passes=passes, capability=capability)).items():
+            row = compiled(variant, kernel, capability)
+            assert row["spills"] == 0, row
+            assert row["shared"] <= 99 * 1024, row
+    for variant, kernel in variants(launches(*crosses(97, 97, 64)(), passes="forward")).items():
+        assert compiled(variant, kernel, capability)["stack"] == 0
+    operator, terms, options = crosses(5, 7, 16)()
+    with backend("triton"), triton_launch.recorded((9, 0)) as recorded:
+        grads = terms._replace(value=None)._asdict()
+        sums = torch.empty(terms.value.shape[:-1], dtype=SINGLE, device="meta")
+        triton_criss_cross.backward(terms.value, terms, options, terms.value, meta(0), sums, grads)
+    for variant, kernel in variants(recorded).items():
+        compiled(variant, kernel, capability)
+
+
+# --- launches -----------------------------------------------------------------------------------------------------
+
+
+def calls() -> Iterator[tuple]:
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn((*shape[:-1], shape[-1] + shift)).to(dtype)[..., shift:]
+
+    for dtype in (SINGLE, torch.bfloat16):
+        for H, W, d, shift in ((5, 7, 16, 0), (5, 7, 16, 1), (16, 16, 16, 0), (1, 33, 24, 0), (1, 32, 24, 3)):
+            content = [drawn(2, 3, H, W, d) for _ in range(3)]
+            flat = [drawn(2, 3, H * W, d) for _ in range(3)]
+            everything = (*content, drawn(2, 3, H, W, H), drawn(2, 3, H, W, W), None)
+            yield global_attention.ATTEND, everything, (0.5,)
+            yield global_attention.ATTEND, (*content, None, None, None), (0.5,)
+            band, position = drawn(2, 3, H * W, 5), drawn(2, 3, H * W, H * W)
+            yield sequence_attention.ATTEND, (*flat, band, None, None), (None, 0, True, 0.5)
+            ids = torch.zeros(1, H * W, dtype=torch.int32)
+            options = None, 0, False, 0.5, ids if shift else None
+            yield sequence_attention.ATTEND, (*flat, None, None, position), options
+            if dtype == torch.bfloat16:
+                yield criss_cross.ATTEND, (*content, None), (0.5, True)
+
+
+def run() -> list:
+    recorded: list = []
+    with idle_device(lambda *args: recorded.append(shown(*args))):
+        for operator, terms, options in calls():
+            terms, options = operator.terms(*terms), operator.options(*options)
+            needs = [term is not None for term in terms]
+            for _ in range(3):  # Triton's route where a variant is new, then ours alone, which the last repeats
+                results = operator._forward(*terms, *options)
+                kept = [results[n] for n in operator._kept]
+                operator._backward(torch.ones_like(results[0]), *terms, *kept, *options, needs)
+        assert len(recorded) > 450
+        assert (len(triton_launch._compiled) > 40) == triton_launch._launches_are_known()
+    return recorded
+
+
+def shown(x, y, z, stream, kernel, _, *rest) -> tuple:
+    values = [(t.dtype, t.shape, t.stride(), t.data_ptr() % 16) if torch.is_tensor(t) else t for t in rest[3:]]
+    return (x, y, z), stream, kernel[0].__name__, kernel[1], values
+
+
+def launches_are_those_of_triton() -> None:
+    """Repeated launches: ours find the variant that Triton's own route finds, and pass it the same arguments."""
+    ours = run()
+    with patch.object(triton_launch, "_launches_are_known", lambda: False):
+        triton = run()
+    for one, two in zip(ours, triton, strict=True):
+        assert one == two, (one, two)
