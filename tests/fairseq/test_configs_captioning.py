@@ -49,10 +49,6 @@ def folder(tmp_path_factory) -> Path:
     return write_images(tmp_path_factory.mktemp("set"))
 
 
-def test_the_recipes():
-    assert sorted(path.stem for path in CONFIGS.glob("*.yaml")) == [*RECIPES, "shared"]
-
-
 @pytest.mark.parametrize("model", SIZES)
 def test_both_stages_train_and_make_captions(model, folder, tmp_path, monkeypatch):
     """Only the model, its sizes and the length change: one update per stage."""
@@ -128,26 +124,23 @@ def test_the_one_line_commands_are_the_recipes(command, folder):
             assert line.common[option] == cfg.common[option]
     ARCH_CONFIG_REGISTRY[cfg.model._name](cfg.model)
     kind = ARCH_MODEL_REGISTRY[cfg.model._name]
-    models = [kind.build_model(config.model, tasks.setup_task(config.task)) for config in (line, cfg)]
+    with torch.device("meta"):
+        models = [kind.build_model(config.model, tasks.setup_task(config.task)) for config in (line, cfg)]
     assert str(models[0]) == str(models[1])
     assert line.criterion == cfg.criterion
 
 
-def test_every_recipe_is_given_as_one_command():
-    assert len(one_line_commands(README)) == len(RECIPES)
-
-
-@pytest.mark.sampled(4, every_value=False)
 @pytest.mark.parametrize("overrides", table_overrides(README))
 def test_every_setting_of_the_readme_builds(overrides, folder):
-    for recipe in RECIPES:
-        cfg = composed(recipe, f"task.data={folder}", *shlex.split(overrides))
-        check_overrides(cfg, overrides)
-        with torch.device("meta"):
-            tasks.setup_task(cfg.task).build_model(cfg.model)
+    cfg = composed("coco_self_critical", f"task.data={folder}", *shlex.split(overrides))
+    check_overrides(cfg, overrides)
+    with torch.device("meta"):
+        tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
-def test_what_the_readme_names_in_its_text(folder):
+def test_what_the_readme_names(folder):
+    assert sorted(path.stem for path in CONFIGS.glob("*.yaml")) == [*RECIPES, "shared"]
+    assert len(one_line_commands(README)) == len(RECIPES)
     options = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", README)
     assert len(options) > 3
     for overrides in options:
