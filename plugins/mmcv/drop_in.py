@@ -11,7 +11,8 @@ Importing this module replaces
   ``CrissCrossAttention`` also in mmcv and in the module of mmseg's ``CCHead``, which imports it by name;
 * the ``forward`` of mmcv's ``MultiScaleDeformableAttention`` and ``MultiheadAttention``, which the transformers of
   mmdet and mmseg (DETR and its relatives, MaskFormer, Mask2Former) import directly;
-* the ``forward`` of ``ShiftWindowMSA``, the window attention of mmdet's and mmseg's Swin, once the toolkit imports it.
+* the ``forward`` of ``ShiftWindowMSA``, the window attention of mmdet's and mmseg's Swin, once the toolkit imports it;
+* MKL by oneDNN in float32 products on AMD processors (:func:`attn_plugins.ops.use_onednn`, which also turns it off).
 
 If one of them cannot be replaced, none is, and an error is raised. Models built before the import keep mmcv's layers,
 but use the new ``forward`` methods. Outputs are contiguous for contiguous inputs, and gradients equal mmcv's as in its
@@ -138,6 +139,7 @@ def replace() -> None:
     for layer, forward in FORWARDS.items():
         layer.forward = forward
     window_attention.replace()
+    ops.use_onednn()
 
 
 def _holders() -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from .common import counters
 from .common.backends import backend, explain
+from .common.onednn import use_onednn
 from .criss_cross_attention.criss_cross_attention import criss_cross_attention
 from .deform_conv.deform_conv import deform_conv1d, deform_conv2d
 from .deformable_attention.deformable_attention import deformable_attention
@@ -18,6 +19,7 @@ __all__ = [
     "explain",
     "global_attention",
     "sequence_attention",
+    "use_onednn",
     "window_attention",
 ]
 

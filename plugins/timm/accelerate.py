@@ -20,13 +20,13 @@ from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_tr
 from torch import Tensor, nn
 
 from ..modules.tokens.windows import Fill, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
-from ..ops import global_attention, sequence_attention
+from ..ops import global_attention, sequence_attention, use_onednn
 from ..ops.common.axes import unflatten
 from ..terms.decomposed import decomposed_logits
 from ..terms.position_table import table_logits
 
 
-def accelerate(model: nn.Module) -> list[str]:
+def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace the attention of a timm model by this package's operators, in place.
 
     Supported are blocks of Swin and Swin V2 (``swin_*``, ``swinv2_*`` except ``swinv2_cr_*``) and the attention with
@@ -40,6 +40,8 @@ def accelerate(model: nn.Module) -> list[str]:
 
     Args:
         model: A model of timm, or a module that contains one.
+        onednn: Also call :func:`attn_plugins.ops.use_onednn`, by which the linear layers of the process take half of
+            their time on AMD processors.
 
     Returns:
         The names of the replaced modules, which are the blocks in case of Swin. Empty if all were replaced before.
@@ -63,6 +65,8 @@ def accelerate(model: nn.Module) -> list[str]:
         )
     for module, ours in supported.values():
         module.__class__ = ours
+    if onednn:
+        use_onednn()
     return list(supported)
 
 
