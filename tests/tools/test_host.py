@@ -11,7 +11,7 @@ from tools.bench import host
 # Operator: ATen operators and functions of Python of a forward, and of one with its backward. PyTorch's own of
 # torch.autograd.grad, about 45, are among the latter.
 MOST = {
-    "deform_conv2d": ((5, 35), (18, 95)),
+    "deform_conv2d": ((5, 35), (16, 95)),
     "deformable_attention": ((0, 50), (0, 110)),
     "window_attention": ((12, 50), (36, 130)),
 }

@@ -21,4 +21,5 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
         grad_output, input, offset, weight, mask, *options,
         needs["input"], samples, needs["weight"], needs["bias"] and bias is not None,
     )  # fmt: skip
-    return {name: grad for name, grad in zip(("input", "offset", "weight", "mask", "bias"), computed) if needs[name]}
+    names = "input", "offset", "weight", "mask", "bias"  # those that were not computed are empty, as they shall be
+    return {name: grad for name, grad in zip(names, computed) if needs[name] or not grad.numel()}
