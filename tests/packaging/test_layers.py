@@ -15,6 +15,7 @@ ADAPTERS = {
     "mmcv_ext": {"torchvision"},  # what mmcv calls, so that it cannot import mmcv
     "timm": {"timm"},
     "fairseq": {"fairseq", "omegaconf", "hydra"},
+    "transformers": {"transformers", "rfdetr", "ultralytics"},
 }
 # Files of an adapter that offer another adapter's models to its toolkit. They import the other toolkit only within
 # functions, so that users of one toolkit do not need the other.

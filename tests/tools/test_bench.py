@@ -16,7 +16,7 @@ from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
 from tools.bench.cases.modules import MODULES
-from tools.bench.measure import backends_of, difference, measure
+from tools.bench.measure import backends_of, measure
 from tools.bench.results import summarize
 from tools.bench.timing import Contestant, Settings, race
 
@@ -146,10 +146,6 @@ def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
     del tensor
     assert input() is not None
     assert replay().tolist() == [2, 2]
-
-
-def test_differences_are_relative():
-    assert difference((torch.tensor([3.0, 8.0]), None), (torch.tensor([0.0, 4.0]), None)) == pytest.approx(5 / 4)
 
 
 def test_memory_beyond_the_results_is_compared_with_a_buffer():

@@ -157,7 +157,7 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     picture, regions = open_picture(drawn / "images/000001.jpg"), RegionFeatures(out).regions(1)
     expected = regions["features"].astype(np.float32)
     np.testing.assert_allclose(recorded(picture)["features"].astype(np.float32), expected, atol=2e-3, rtol=2e-3)
-    for recipe in (None, dict(tool="x"), dict(tool="tools.caption extract", options=dict(grid="x"))):
+    for recipe in (None, dict(tool="tools.caption extract", options=dict(grid="x"))):
         write_region_features(tmp_path / "bare.npz", [(1, regions)], recipe=recipe)
         with pytest.raises(ValueError, match=r"bare\.npz lacks the options of tools.caption extract"):
             RecordedExtractor(RegionFeatures(tmp_path / "bare.npz"))

@@ -139,12 +139,6 @@ def of_other_regions(data: Path, tmp_path: Path, width: int | None = None, **cha
     return ["--data", folder]
 
 
-def of_another_recipe(data: Path, tmp_path: Path) -> list:
-    torch.save(TimmBackbone("test_vit").model.state_dict(), tmp_path / "vit.pth")
-    options = of_other_regions(data, tmp_path, grid="test_vit")
-    return [*options, "--region-checkpoint", tmp_path / "vit.pth"]
-
-
 def without_vocabulary(data: Path, tmp_path: Path) -> list:
     (copied(data, tmp_path) / "dict.txt").unlink()
     return ["--data", tmp_path / "data"]
@@ -172,7 +166,6 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
             partial(of_other_regions, width=5, seed=0),
             r"the checkpoint has \d+ channels per region; those of .*regions\.npz have 5",
         ),
-        (of_another_recipe, r"the regions have 64 channels, but those of .*regions\.npz \d+"),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
         (another_vocabulary, r"the checkpoint has \d+ words; the task's dictionary has \d+"),
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
@@ -180,7 +173,6 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
         (of_other_words, "the detector's words, such as 'quark', are not in the vocabulary"),
         (["--region-checkpoint", "nowhere"], "--region-checkpoint: nowhere does not exist"),
         (["--beam", "0"], "--beam must be at least 1, got 0"),
-        (["--max-len", "0"], "--max-len must be at least 1, got 0"),
     ],
 )
 def test_bad_input_is_reported_once(options, message, captioned, tmp_path, capsys):

@@ -250,7 +250,6 @@ def test_command_line(faces, tmp_path, capsys):
     assert Image.open(tmp_path / "out/labels/val/4_1.png").size == (64, 64)
     for options, message in (
         (["--size", "64"], "apply to aligned faces: add --landmarks"),
-        (["--landmark-pictures", "x"], "apply to aligned faces: add --landmarks"),
         (["--landmarks", str(annotation), "--size", "8"], "size must be at least 32 pixels, got 8"),
         (["--landmarks", str(tmp_path / "none")], "none has no *.txt"),
     ):
