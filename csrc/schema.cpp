@@ -45,26 +45,28 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
   // for rows and columns. Gradients are overwritten.
   m.def(
       "window_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? position_logits, "
-      "Tensor(a!) output, Tensor(b!) log_sum_exp, int[] geometry, bool zero_border, float scale) -> ()");
+      "Tensor(a!) output, Tensor(b!) log_sum_exp, int[] geometry, str border, float scale) -> ()");
   m.def(
       "window_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
       "Tensor? position_logits, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, "
-      "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, bool zero_border, "
+      "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, str border, "
       "float scale) -> ()");
   // CUDA backward: it gathers every gradient, so it also reads the output.
   m.def(
       "window_attention_gather_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
       "Tensor? position_logits, Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, "
       "Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, "
-      "bool zero_border, float scale) -> ()");
-  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P), where P
-  // may be several axes, of the value's dtype or another; shapes holds the rows and columns of every level, and points the number of the P
-  // samples on each level. Gradients that are not needed are returned as empty tensors.
+      "str border, float scale) -> ()");
+  // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P),
+  // where P may be several axes, of the value's dtype or another; shapes holds the rows and columns of every
+  // level, and points the number of the P samples on each level. Gradients that are not needed are returned
+  // as empty tensors.
   m.def(
       "deformable_attention_forward_kernel(Tensor value, Tensor locations, Tensor weights, int[] shapes, "
       "int[] points) -> Tensor");
   m.def(
-      "deformable_attention_backward_kernel(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
+      "deformable_attention_backward_kernel(Tensor grad_output, Tensor value, Tensor locations, Tensor "
+      "weights, "
       "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
       "-> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
   // CUDA's copy of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale

@@ -11,15 +11,19 @@
 #include <iterator>
 #include <limits>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "common/tensor_ops.h"
 #include "common/vectors.h"
+#include "window_attention/border.h"
 
 namespace {
 
+using attn_plugins::Border;
+using attn_plugins::border_of;
 using attn_plugins::zeros_like_options;
 using torch::headeronly::ScalarType;
 
@@ -28,9 +32,10 @@ template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, dv;
   int64_t kernel[2], stride[2], padding[2], dilation[2];
-  bool zero_border;
+  Border border;
   T scale;
-  View<T> value_view, position, output, log_sum_exp, grad_query, grad_key, grad_value, grad_position;
+  View<T> value_view, position_logits, output, log_sum_exp, grad_query, grad_key, grad_value,
+      grad_position_logits;
   // Packed keys and values are (heads, rows, phases, width, line); packed queries and output gradients are
   // (heads, rows, width, line) and begin at `margin`, the largest distance of a tap within its phase.
   int64_t line, margin;
@@ -46,7 +51,7 @@ struct Problem {
   // along the channels to pay off.
   bool predicted() const {
     const bool dense = stride[0] == 1 && stride[1] == 1 && dilation[0] == 1 && dilation[1] == 1;
-    return d == 0 && position.data && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
+    return d == 0 && position_logits.data && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
   }
 };
 
@@ -97,8 +102,8 @@ const T* data(const Tensor& tensor) {
 // Returns the problem with everything but its packed operands and outputs.
 template <typename T>
 Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
-                     const std::optional<Tensor>& position, const Tensor& log_sum_exp,
-                     const std::vector<int64_t>& geometry, bool zero_border, double scale) {
+                     const std::optional<Tensor>& position_logits, const Tensor& log_sum_exp,
+                     const std::vector<int64_t>& geometry, const std::string& border, double scale) {
   Problem<T> p;
   p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2);
   p.Wq = log_sum_exp.size(3), p.Hk = value.size(2), p.Wk = value.size(3), p.dv = value.size(4);
@@ -107,8 +112,9 @@ Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
     p.kernel[axis] = geometry[axis], p.stride[axis] = geometry[2 + axis];
     p.padding[axis] = geometry[4 + axis], p.dilation[axis] = geometry[6 + axis];
   }
-  p.zero_border = zero_border, p.scale = T(scale);
-  p.value_view = View<T>(value), p.position = View<T>(position), p.log_sum_exp = View<T>(log_sum_exp);
+  p.border = border_of(border), p.scale = T(scale);
+  p.value_view = View<T>(value), p.position_logits = View<T>(position_logits),
+  p.log_sum_exp = View<T>(log_sum_exp);
   return p;
 }
 
@@ -132,7 +138,7 @@ struct Packed {
       p.key = keep(packed<T>(key, step, p.padding[1], p.line));
       p.query = keep(packed<T>(query, 1, p.margin, p.line));
     }
-    if (!p.zero_border) {
+    if (p.border == Border::kExclude) {
       outside.assign(step * p.line, -std::numeric_limits<T>::infinity());
       for (int64_t x = 0; x < p.Wk; ++x) {
         const int64_t column = x + p.padding[1];
@@ -150,9 +156,9 @@ struct Packed {
 
 template <typename T>
 void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
-             const std::optional<Tensor>& position, const Tensor& output, const Tensor& log_sum_exp,
-             const std::vector<int64_t>& geometry, bool zero_border, double scale) {
-  auto problem = described<T>(query, value, position, log_sum_exp, geometry, zero_border, scale);
+             const std::optional<Tensor>& position_logits, const Tensor& output, const Tensor& log_sum_exp,
+             const std::vector<int64_t>& geometry, const std::string& border, double scale) {
+  auto problem = described<T>(query, value, position_logits, log_sum_exp, geometry, border, scale);
   problem.output = View<T>(output);
   const int64_t tasks =
       problem.B * problem.M * problem.Hq * ((problem.Wq + baseline::TILE - 1) / baseline::TILE);
@@ -162,17 +168,17 @@ void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& ke
 
 template <typename T>
 void backward(const Tensor& grad_output, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
-              const Tensor& value, const std::optional<Tensor>& position, const Tensor& log_sum_exp,
+              const Tensor& value, const std::optional<Tensor>& position_logits, const Tensor& log_sum_exp,
               const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
-              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_position,
-              const std::vector<int64_t>& geometry, bool zero_border, double scale) {
-  Packed<T> packed_problem(described<T>(query, value, position, log_sum_exp, geometry, zero_border, scale),
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_position_logits,
+              const std::vector<int64_t>& geometry, const std::string& border, double scale) {
+  Packed<T> packed_problem(described<T>(query, value, position_logits, log_sum_exp, geometry, border, scale),
                            query, key, value);
   auto& p = packed_problem.p;
   p.gradient = packed_problem.keep(packed<T>(grad_output, 1, p.margin, p.line));
   p.grad_query = View<T>(grad_query), p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
-  p.grad_position = View<T>(grad_position);
-  p.logits_wanted = p.grad_query.data || p.grad_key.data || p.grad_position.data;
+  p.grad_position_logits = View<T>(grad_position_logits);
+  p.logits_wanted = p.grad_query.data || p.grad_key.data || p.grad_position_logits.data;
   // Process as many heads at a time as fit into a bounded workspace, so that small maps occupy all threads as
   // well. The workspace starts as zeros because margins are read but never written.
   constexpr int64_t WORKSPACE = int64_t(1) << 23;  // elements
@@ -197,20 +203,20 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
 }
 
 void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
-                   std::optional<Tensor> position, Tensor output, Tensor log_sum_exp,
-                   std::vector<int64_t> geometry, bool zero_border, double scale) {
+                   std::optional<Tensor> position_logits, Tensor output, Tensor log_sum_exp,
+                   std::vector<int64_t> geometry, std::string border, double scale) {
   auto* typed = value.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
-  typed(query, key, value, position, output, log_sum_exp, geometry, zero_border, scale);
+  typed(query, key, value, position_logits, output, log_sum_exp, geometry, border, scale);
 }
 
 void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
-                    std::optional<Tensor> position, Tensor log_sum_exp, std::optional<Tensor> grad_query,
-                    std::optional<Tensor> grad_key, std::optional<Tensor> grad_value,
-                    std::optional<Tensor> grad_position, std::vector<int64_t> geometry, bool zero_border,
-                    double scale) {
+                    std::optional<Tensor> position_logits, Tensor log_sum_exp,
+                    std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
+                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_position_logits,
+                    std::vector<int64_t> geometry, std::string border, double scale) {
   auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  typed(grad_output, query, key, value, position, log_sum_exp, grad_query, grad_key, grad_value,
-        grad_position, geometry, zero_border, scale);
+  typed(grad_output, query, key, value, position_logits, log_sum_exp, grad_query, grad_key, grad_value,
+        grad_position_logits, geometry, border, scale);
 }
 
 }  // namespace

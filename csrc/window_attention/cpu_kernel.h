@@ -156,10 +156,10 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   constexpr int64_t lanes = Vector<T>::lanes;
   const int64_t taps = p.taps();
   for (int64_t t = 0; t < taps; ++t)
-    for (int64_t x = p.position.data ? count : 0; x < padded; ++x) weights[t * step + x] = T(0);
-  if (p.position.data) {
-    const int64_t column = p.position.stride[3], tap = p.position.stride[4];
-    with_elements(p.position, b, m, y, x0, [&](const auto* from) {
+    for (int64_t x = p.position_logits.data ? count : 0; x < padded; ++x) weights[t * step + x] = T(0);
+  if (p.position_logits.data) {
+    const int64_t column = p.position_logits.stride[3], tap = p.position_logits.stride[4];
+    with_elements(p.position_logits, b, m, y, x0, [&](const auto* from) {
       for (int64_t x = 0; x < count; ++x)
         for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = T(from[x * column + t * tap]);
     });
@@ -169,7 +169,7 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
     for (int64_t x = 0; x < padded; x += lanes)
       dots(left + x, s.keys.data(), int64_t(s.keys.size()), x, p.d, p.line, s.weight_out.data(), x, p.scale);
   }
-  if (p.zero_border) return;
+  if (p.border == Border::kZero) return;
   size_t next = 0;
   for (int64_t t = 0; t < taps; ++t) {
     T* row = weights + t * step;
@@ -298,9 +298,9 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     }
     if (p.grad_query.data)
       scatter(p.grad_query, b, m, y, x0, int64_t(1), int64_t(0), count, p.d, s.mixed.data());
-    if (p.grad_position.data) {
-      const int64_t column = p.grad_position.stride[3], tap = p.grad_position.stride[4];
-      with_elements(p.grad_position, b, m, y, x0, [&](auto* to) {
+    if (p.grad_position_logits.data) {
+      const int64_t column = p.grad_position_logits.stride[3], tap = p.grad_position_logits.stride[4];
+      with_elements(p.grad_position_logits, b, m, y, x0, [&](auto* to) {
         using E = std::remove_reference_t<decltype(*to)>;
         for (int64_t x = 0; x < count; ++x)
           for (int64_t t = 0; t < taps; ++t) to[x * column + t * tap] = E(slopes[t * step + x]);

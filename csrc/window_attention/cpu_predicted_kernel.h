@@ -137,7 +137,8 @@ ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count
 template <typename T>
 ATTN_INLINE bool readable(const Problem<T>& p, int64_t row, int64_t column) {
   const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + p.kernel[1] <= p.Wk;
-  return p.position.stride[4] == 1 && p.taps() >= Vector<T>::lanes && (whole || p.zero_border);
+  return p.position_logits.stride[4] == 1 && p.taps() >= Vector<T>::lanes &&
+         (whole || p.border == Border::kZero);
 }
 
 // Copies a query's logits to `room`, with -inf in place of the excluded ones.
@@ -145,9 +146,9 @@ template <typename T, typename E>
 ATTN_INLINE const T* copied(const Problem<T>& p, const E* logits, int64_t row, int64_t column, T* room) {
   constexpr T NONE = -std::numeric_limits<T>::infinity();
   const int64_t taps = p.taps(), columns = p.kernel[1];
-  copy_strided<T>(logits, p.position.stride[4], taps, room);
+  copy_strided<T>(logits, p.position_logits.stride[4], taps, room);
   for (int64_t t = taps; t < Vector<T>::lanes; ++t) room[t] = NONE;
-  if (p.zero_border) return room;
+  if (p.border == Border::kZero) return room;
   const int64_t begin = std::clamp(-column, int64_t(0), columns),
                 end = std::clamp(p.Wk - column, begin, columns);
   for (int64_t i = 0; i < p.kernel[0]; ++i) {
@@ -193,10 +194,10 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       std::fill(sums, sums + ROOM, T(1));
       for (int64_t q = 0; q < queries; ++q) {
         // The hardware does not prefetch the next query's logits if those of other heads lie between them.
-        const int64_t ahead = std::min(SPAN, p.Wq - 1 - (x0 + x + q)) * p.position.stride[3];
-        with_elements(p.position, b, m, y, x0 + x + q, [&](const auto* taken) {
+        const int64_t ahead = std::min(SPAN, p.Wq - 1 - (x0 + x + q)) * p.position_logits.stride[3];
+        with_elements(p.position_logits, b, m, y, x0 + x + q, [&](const auto* taken) {
           for (int64_t t = 0; t < taps; t += 64 / sizeof(*taken))
-            __builtin_prefetch(taken + ahead + t * p.position.stride[4]);
+            __builtin_prefetch(taken + ahead + t * p.position_logits.stride[4]);
           T* const to = weights.data() + q * step;
           const auto softmax =
               readable(p, top, left + x + q)

@@ -5,20 +5,20 @@ namespace attn_plugins {
 namespace {
 
 void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
-                   std::optional<Tensor> position, Tensor output, Tensor log_sum_exp,
-                   std::vector<int64_t> geometry, bool zero_border, double scale) {
+                   std::optional<Tensor> position_logits, Tensor output, Tensor log_sum_exp,
+                   std::vector<int64_t> geometry, std::string border, double scale) {
   const OnDeviceOf guard(value);
-  window_attention_forward(query, key, value, position, output, log_sum_exp, geometry, zero_border, scale);
+  window_attention_forward(query, key, value, position_logits, output, log_sum_exp, geometry, border, scale);
 }
 
 void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
-                    std::optional<Tensor> position, Tensor output, Tensor log_sum_exp,
+                    std::optional<Tensor> position_logits, Tensor output, Tensor log_sum_exp,
                     std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
-                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_position,
-                    std::vector<int64_t> geometry, bool zero_border, double scale) {
+                    std::optional<Tensor> grad_value, std::optional<Tensor> grad_position_logits,
+                    std::vector<int64_t> geometry, std::string border, double scale) {
   const OnDeviceOf guard(value);
-  window_attention_backward(grad_output, query, key, value, position, output, log_sum_exp, grad_query,
-                            grad_key, grad_value, grad_position, geometry, zero_border, scale);
+  window_attention_backward(grad_output, query, key, value, position_logits, output, log_sum_exp, grad_query,
+                            grad_key, grad_value, grad_position_logits, geometry, border, scale);
 }
 
 }  // namespace

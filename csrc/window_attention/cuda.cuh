@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "common/tensor_ops.h"
@@ -47,7 +48,7 @@ template <class T>
 GeneralProblem<T> general_problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key,
                                   const Tensor& value, const std::optional<Tensor>& position_logits,
                                   const Tensor& log_sum_exp, const std::vector<int64_t>& geometry,
-                                  bool zero_border, double scale) {
+                                  std::string border, double scale) {
   GeneralProblem<T> g{};
   g.query = maps<const T>(query), g.key = maps<const T>(key), g.value = maps<const T>(value);
   g.position_logits = maps<const T>(position_logits);
@@ -58,7 +59,7 @@ GeneralProblem<T> general_problem(const std::optional<Tensor>& query, const std:
   const int64_t d = query.has_value() ? query->size(4) : 0, dv = value.size(4);
   STD_TORCH_CHECK(std::max(d, dv) <= kWidestHead, "attn_plugins: a head may have up to ", kWidestHead,
                   " channels on CUDA, got ", std::max(d, dv));
-  g.d = int(d), g.dv = int(dv), g.scale = float(scale), g.zero_border = zero_border;
+  g.d = int(d), g.dv = int(dv), g.scale = float(scale), g.border = border_of(border);
   return g;
 }
 
@@ -254,11 +255,10 @@ void for_window_type(ScalarType type, const Body& body) {
 
 void window_attention_forward(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
                               std::optional<Tensor> position_logits, Tensor output, Tensor log_sum_exp,
-                              std::vector<int64_t> geometry, bool zero_border, double scale) {
+                              std::vector<int64_t> geometry, std::string border, double scale) {
   for_window_type(value.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    auto g =
-        general_problem<T>(query, key, value, position_logits, log_sum_exp, geometry, zero_border, scale);
+    auto g = general_problem<T>(query, key, value, position_logits, log_sum_exp, geometry, border, scale);
     g.output = maps<T>(output);
     if (!fast_kernels_fit(g)) {
       return launch_general(g, log_sum_exp.numel(), [](auto width) {
@@ -289,11 +289,10 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
                                Tensor log_sum_exp, std::optional<Tensor> grad_query,
                                std::optional<Tensor> grad_key, std::optional<Tensor> grad_value,
                                std::optional<Tensor> grad_position_logits, std::vector<int64_t> geometry,
-                               bool zero_border, double scale) {
+                               std::string border, double scale) {
   for_window_type(value.scalar_type(), [&](auto zero) {
     using T = decltype(zero);
-    auto g =
-        general_problem<T>(query, key, value, position_logits, log_sum_exp, geometry, zero_border, scale);
+    auto g = general_problem<T>(query, key, value, position_logits, log_sum_exp, geometry, border, scale);
     g.grad_output = maps<const T>(grad_output), g.output_read = maps<const T>(output);
     g.grad_query = maps<T>(grad_query), g.grad_key = maps<T>(grad_key), g.grad_value = maps<T>(grad_value);
     g.grad_position_logits = maps<T>(grad_position_logits);

@@ -95,7 +95,7 @@ __device__ __forceinline__ void for_window(const GeneralProblem<T>& p, const Gen
       GeneralPlace place = at;
       place.y = p.y.key(at.y, i), place.x = p.x.key(at.x, j);
       const bool on_map = place.y >= 0 && place.y < p.y.keys && place.x >= 0 && place.x < p.x.keys;
-      if (!on_map && !p.zero_border) continue;
+      if (!on_map && p.border == Border::kExclude) continue;
       const Row<N> key(p.key, place, on_map ? p.d : 0), value(p.value, place, on_map ? p.dv : 0);
       const int64_t tap = i * p.x.taps + j;
       body(tap, general_logit(p, at, tap, query, key), key, value);

@@ -6,6 +6,7 @@
 #include "common/divisor.cuh"
 #include "common/launch.cuh"
 #include "common/vector.cuh"
+#include "window_attention/border.h"
 
 namespace attn_plugins {
 
@@ -47,7 +48,7 @@ struct WindowOperands {
   float* peaks;        // (B, M, Hq, Wq), of float16 alone: grad_output's greatest magnitude
   int d, dv;           // d is 0 without content
   float scale;         // of content
-  bool zero_border;
+  Border border;
 };
 
 template <class T>

@@ -38,7 +38,7 @@ struct KeyLine {
     for (int n = 0; n < COUNT; ++n) {
       const int r = team.template own<QUERIES>(n), x = at.x + r * p.x.dilation, start = r;
       const Span all{start, p.x.taps};
-      window[n] = p.zero_border ? all : on_map.common(start, start + p.x.taps);
+      window[n] = p.border == Border::kZero ? all : on_map.common(start, start + p.x.taps);
       window[n] = window[n].only_if(at.exists && x < p.x.queries);
       positions[n] =
           p.position_logits.at(at.b, at.m, at.y, x) + (window[n].first - start) * p.position_logits.channel;
@@ -52,7 +52,7 @@ struct KeyLine {
     row_chunks = inside ? chunks : 0;
 #pragma unroll
     for (int n = 0; n < COUNT; ++n) {
-      counting[n] = inside || p.zero_border ? window[n].count : 0;
+      counting[n] = inside || p.border == Border::kZero ? window[n].count : 0;
       biasing[n] = p.position_logits.data ? counting[n] : 0;
       keep(biasing[n]), keep(positions[n]);
     }

@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
       for (int i = lines.rows.first; i < lines.rows.first + lines.rows.count; ++i) {
         // Outside of the map keys and values are zeros.
         const bool on_map = lines.rows_on_map.has(i);
-        const unsigned there = on_map ? all_there : all_there & (p.zero_border ? 0xffff0000u : 0xff000000u);
+        const unsigned there =
+            on_map ? all_there : all_there & (p.border == Border::kZero ? 0xffff0000u : 0xff000000u);
         float logit[2][4] = {}, slope[2][4], bias[2][4];
         unsigned words[2][tile.WORDS];
         tile.read_two(go(values, i, p.value_bytes), value_distances, there >> 4, words);

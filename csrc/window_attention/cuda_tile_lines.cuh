@@ -40,8 +40,8 @@ struct KeyLines {
     on_map = Span::on_axis(column, p.x.by_dilation, p.x.keys);
     const Span all{0, p.y.taps + (p.tall ? 1 : 0)};
     rows_on_map = Span::on_axis(row, p.y.by_dilation, p.y.keys).common(0, all.count);
-    rows = p.zero_border || all_rows ? all : rows_on_map;
-    const Span counting = p.zero_border ? Span{0, line_length(p)} : on_map;
+    rows = p.border == Border::kZero || all_rows ? all : rows_on_map;
+    const Span counting = p.border == Border::kZero ? Span{0, line_length(p)} : on_map;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       first[h] = group + (p.tall ? 0 : 8 * h), row_tap[h] = p.tall ? h : 0;

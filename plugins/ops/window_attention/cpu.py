@@ -46,7 +46,7 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     stored = _stored(terms.value, lse.dtype)
     target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
     torch.ops.attn_plugins.window_attention_forward_(
-        *_operands(terms, stored), target, lse, options.numbers(), options.border == "zero", options.scale
+        *_operands(terms, stored), target, lse, options.numbers(), options.border, options.scale
     )
     if target is not output:
         output.copy_(target)
@@ -67,7 +67,7 @@ def backward(
         return grad if grad.shape == shape and grad.dtype == stored else value.new_empty(shape, dtype=lse.dtype)
 
     written = {name: full(grad) for name, grad in grads.items()}
-    geometry = (options.numbers(), options.border == "zero", options.scale)
+    geometry = (options.numbers(), options.border, options.scale)
     torch.ops.attn_plugins.window_attention_backward_(
         grad_output.to(stored), *_operands(terms, stored), lse, *written.values(), *geometry
     )

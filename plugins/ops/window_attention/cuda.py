@@ -53,7 +53,7 @@ def _operands(terms: Terms) -> list[Tensor | None]:
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    forward_kernels(*_operands(terms), output, lse, options.numbers(), options.border == "zero", options.scale)
+    forward_kernels(*_operands(terms), output, lse, options.numbers(), options.border, options.scale)
 
 
 def backward(
@@ -73,7 +73,7 @@ def backward(
     written = {name: full(grad, any_strides=name == "position_logits") for name, grad in grads.items()}
     backward_kernels(
         _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written.values(),
-        options.numbers(), options.border == "zero", options.scale,
+        options.numbers(), options.border, options.scale,
     )  # fmt: skip
     return written
 

@@ -7,11 +7,11 @@
 STABLE_TORCH_LIBRARY(attn_plugins_emulated_window, m) {
   m.def(
       "forward_(Tensor? query, Tensor? key, Tensor value, Tensor? position_logits, Tensor(a!) output, "
-      "Tensor(b!) log_sum_exp, int[] geometry, bool zero_border, float scale) -> ()");
+      "Tensor(b!) log_sum_exp, int[] geometry, str border, float scale) -> ()");
   m.def(
       "backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, Tensor? position_logits, "
       "Tensor output, Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, "
-      "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, bool zero_border, "
+      "Tensor(c!)? grad_value, Tensor(d!)? grad_position_logits, int[] geometry, str border, "
       "float scale) -> ()");
 }
 
