@@ -20,45 +20,35 @@ from tests.fairseq.fairseq_helpers import Task, batch, generate, step_by_step, t
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
 RECURRENCES = ["luong", "bahdanau"]
 SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)
-ARCH = "--arch=aligned_lstm_tiny"
 
 
 @pytest.mark.slow
-def test_console_scripts_print_soft_alignments(data, tmp_path):
-    checkpoint = train(data, tmp_path, ARCH, "--alignment=additive", "--alignment-hidden-size=24")
-    lines = generate(data, checkpoint, "--print-alignment=soft")
-    assert len(lines["A"]) == 8
-    for number, line in lines["A"].items():
-        rows = [[float(p) for p in row.split(",")] for row in line.split()]
-        assert len(rows) == len(lines["H"][number].split()) + 1  # includes the end of the sentence
-        for row in rows:
-            assert len(row) == len(lines["S"][number].split()) + 1
-            assert sum(row) == pytest.approx(1, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_console_scripts_print_hard_alignments(data, tmp_path):
-    """Alignments from one padded batch equal the most probable words of each sentence alone, computed in Python."""
-    checkpoint = train(data, tmp_path, ARCH, "--alignment=dot", "--recurrence=bahdanau")
-    lines = generate(data, checkpoint, "--print-alignment=hard")
-    assert len({len(line.split()) for line in lines["S"].values()}) > 1
-    assert len(lines["A"]) == 8
-    hub = AlignedLSTMModel.from_pretrained(str(tmp_path), checkpoint.name, str(data), print_alignment="hard")
-    for number, line in lines["A"].items():
-        source = hub.src_dict.encode_line(lines["S"][number], add_if_not_exist=False).long()
-        target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
-        previous = torch.cat([target[-1:], target[:-1]])
-        matrix = hub.models[0](source[None], torch.tensor([len(source)]), previous[None])[1][0]
-        best = matrix[:-1, :-1].argmax(1).tolist()  # fairseq omits both ends
-        assert line.split() == [f"{i}-{t}" for t, i in enumerate(best)]
+def test_console_scripts_print_alignments(data, tmp_path):
+    """They equal those of each sentence alone, computed in Python; a hard one has the most probable words."""
+    options = ["--alignment=additive", "--alignment-hidden-size=24", "--recurrence=bahdanau"]
+    checkpoint = train(data, tmp_path, "--arch=aligned_lstm_tiny", *options)
+    hub = AlignedLSTMModel.from_pretrained(str(tmp_path), checkpoint.name, str(data), print_alignment="soft")
+    for kind in ("soft", "hard"):
+        lines = generate(data, checkpoint, f"--print-alignment={kind}")
+        assert len(lines["A"]) == 8
+        for number, line in lines["A"].items():
+            source = hub.src_dict.encode_line(lines["S"][number], add_if_not_exist=False).long()
+            target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
+            previous = torch.cat([target[-1:], target[:-1]])
+            matrix = hub.models[0](source[None], torch.tensor([len(source)]), previous[None])[1][0]
+            if kind == "hard":  # fairseq omits both ends
+                assert line.split() == [f"{i}-{t}" for t, i in enumerate(matrix[:-1, :-1].argmax(1).tolist())]
+            else:
+                printed = torch.tensor([[float(p) for p in row.split(",")] for row in line.split()])
+                torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
 
 
 def test_checkpoints_load_after_a_context_that_allows_their_options(tmp_path):
     """timm loads checkpoints in such a context; on leaving it, torch forgets options that were allowed before."""
-    torch.save({"args": argparse.Namespace(arch=ARCH)}, tmp_path / "checkpoint.pt")
+    torch.save({"args": argparse.Namespace(arch="aligned_lstm_tiny")}, tmp_path / "checkpoint.pt")
     with torch.serialization.safe_globals([argparse.Namespace]):
         pass
-    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["args"].arch == ARCH
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["args"].arch == "aligned_lstm_tiny"
 
 
 def build(alignment: str, **options) -> AlignedLSTMModel:
@@ -140,6 +130,7 @@ def test_alignment_belongs_to_the_tokens_given(alignment, recurrence):
 @pytest.mark.parametrize("recurrence", RECURRENCES)
 @pytest.mark.parametrize("alignment", SCORES)
 def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence):
+    """The keys of the source are projected once for all steps of a beam search."""
     model = build(alignment, recurrence=recurrence, encoder_layers=2, decoder_layers=2).eval()
     sample = batch(model)
     steps, previous, memory = step_by_step(model, sample, {2: torch.tensor([2, 0, 0])})
@@ -147,6 +138,17 @@ def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence)
     for t in range(2, 5):
         torch.testing.assert_close(steps[t][0][:, 0], output[:, t])
         torch.testing.assert_close(steps[t][1][:, 0], matrix[:, t])
+    if alignment == "additive":
+        calls: list = []
+        model.decoder.attention.attention.score.source.register_forward_hook(lambda *_: calls.append(1))
+        generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=6, min_len=4)
+        hypotheses = generator.generate([model], {"net_input": sample})
+        assert len(calls) == 1
+        for beams, tokens, length in zip(hypotheses, sample["src_tokens"], (6, 4, 2)):
+            for hypothesis in beams:
+                previous = torch.cat([torch.tensor([model.decoder.dictionary.eos()]), hypothesis["tokens"][:-1]])
+                alone = model(tokens[None, 6 - length :], torch.tensor([length]), previous[None])[1][0]
+                torch.testing.assert_close(hypothesis["attention"].t()[:, 6 - length :], alone)
 
 
 def lstm_step(cell, x, hidden, memory):
@@ -209,26 +211,6 @@ def test_general_is_fairseqs_own_lstm():
     stock.load_state_dict(weights)
     sample = batch(model)
     torch.testing.assert_close(stock(**sample)[0], model(**sample)[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("recurrence", RECURRENCES)
-def test_beam_search_projects_the_source_once(recurrence):
-    model = build("additive", recurrence=recurrence).eval()
-    sample = batch(model)
-    calls = []
-    model.decoder.attention.attention.score.source.register_forward_hook(lambda *_: calls.append(1))
-    generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=6, min_len=4)
-    hypotheses = generator.generate([model], {"net_input": sample})
-    assert len(calls) == 1
-    for beams, tokens, length in zip(hypotheses, sample["src_tokens"], (6, 4, 2)):
-        for hypothesis in beams:
-            matrix = hypothesis["attention"].t()
-            assert matrix.shape == (len(hypothesis["tokens"]), 6)
-            assert not matrix[:, : 6 - length].any()
-            previous = torch.cat([torch.tensor([model.decoder.dictionary.eos()]), hypothesis["tokens"][:-1]])
-            alone = model(tokens[None, 6 - length :], torch.tensor([length]), previous[None])[1][0]
-            torch.testing.assert_close(matrix[:, 6 - length :], alone)
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
