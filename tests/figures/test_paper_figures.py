@@ -36,8 +36,10 @@ def rounds_to(number: float, printed: str) -> bool:
     return round(number, len(printed.partition(".")[2])) == float(printed)
 
 
-ROWS = [
-    pytest.param(group, of, figures, id=f"{group} {of}", marks=[pytest.mark.slow] * ("slow" in content))
+ROWS = [  # whole networks are slow, as are their figures without attention
+    pytest.param(
+        group, of, figures, id=f"{group} {of}", marks=[pytest.mark.slow] * ("slow" in content or of[-1] == "w/o")
+    )
     for group, content in GROUPS.items()
     for of, figures in rows_of(group)
 ]
@@ -55,6 +57,7 @@ def test_our_figures_and_those_of_the_papers(group, of, figures):
     assert agree == {unit: why is None for unit, (_, _, why) in printed.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task, config, settings",
     [
@@ -78,10 +81,10 @@ def of_both_sides(attention, **options):
 @pytest.mark.parametrize(
     "setting, options",
     [
-        ("w/o", of_both_sides("none")),
+        pytest.param("w/o", of_both_sides("none"), marks=pytest.mark.slow),
         ("1111", of_both_sides("1111")),
-        ("0010 + deformable", of_both_sides("0010", deformable=True)),
-        ("0100 n=13", of_both_sides("0100", attention_range=13)),
+        pytest.param("0010 + deformable", of_both_sides("0010", deformable=True), marks=pytest.mark.slow),
+        pytest.param("0100 n=13", of_both_sides("0100", attention_range=13), marks=pytest.mark.slow),
         ("dynamic n=25", of_both_sides("dynamic", encoder_kernel_sizes="25", decoder_kernel_sizes="25")),
     ],
 )
