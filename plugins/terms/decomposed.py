@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .cached import cached
 from .map_size import check_size
-from .remembered import remembered
 
 
 def decomposed_logits(
@@ -64,7 +64,7 @@ def axis_embeddings(table: Tensor, queries: int, keys: int) -> Tensor:
     return table.index_select(0, _flat_index(queries, keys, table.device)).unflatten(0, (queries, keys))
 
 
-@remembered
+@cached
 def _flat_index(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return the table entry of every pair, (Q * K,)."""
     places = max(queries, keys)

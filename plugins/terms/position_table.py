@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .cached import cached
 from .map_size import check_size
-from .remembered import remembered
 
 CLS_ENTRIES = 3  # cls to pixel, pixel to cls, cls to cls
 
@@ -55,7 +55,7 @@ def table_index(size: Sequence[int], *, device: torch.device | str | None = None
     return (dy[:, None, :, None] * (2 * W - 1) + dx[None, :, None, :]).reshape(H * W, H * W)
 
 
-@remembered
+@cached
 def _flat_index(size: tuple[int, int], device: torch.device) -> Tensor:
     return table_index(size, device=device).flatten()
 

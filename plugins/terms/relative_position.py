@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..ops.common.axes import unfold
-from .remembered import remembered
+from .cached import cached
 from .sine_position import sine_encoding
 
 
@@ -29,7 +29,7 @@ def axis_offsets(
     return torch.arange(-(queries - 1) * q_stride, (keys - 1) * kv_stride + 1, step, device=device)
 
 
-@remembered
+@cached
 def axis_encoding(
     queries: int,
     keys: int,
@@ -44,7 +44,7 @@ def axis_encoding(
     """Encode the distinct offsets, times ``factor``, by sines and cosines; see :func:`.sine_encoding`.
 
     Returns:
-        (D, width). The result is shared; see :func:`.remembered`.
+        (D, width). The result is shared; see :func:`.cached`.
     """
     offsets = axis_offsets(queries, keys, q_stride, kv_stride, device)
     offsets = offsets.to(torch.float64 if dtype == torch.float64 else torch.float32) * factor

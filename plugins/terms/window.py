@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .cached import cached
 from .map_size import check_size
-from .remembered import remembered
 
 
 def axis_window(
@@ -30,11 +30,11 @@ def axis_window(
     return window_logits((k - q).abs() <= radius)
 
 
-@remembered
+@cached
 def shared_axis_window(
     queries: int, keys: int, radius: int, q_stride: int, kv_stride: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """Return :func:`axis_window` in another dtype. The result is shared; see :func:`.remembered`."""
+    """Return :func:`axis_window` in another dtype. The result is shared; see :func:`.cached`."""
     return axis_window(queries, keys, radius, q_stride, kv_stride, device).to(dtype)
 
 
@@ -119,7 +119,7 @@ def shifted_window_masks(
     ``torch.compile`` specialises on the numbers in a slice; without slices ``windows`` may be symbolic.
 
     Returns:
-        For each group (N, N), or None if nothing is masked. The masks are shared; see :func:`.remembered`.
+        For each group (N, N), or None if nothing is masked. The masks are shared; see :func:`.cached`.
 
     Raises:
         ValueError: for the reasons of :func:`shifted_window_groups`.
@@ -127,14 +127,14 @@ def shifted_window_masks(
     return _masks(windows, window, shift, partial(_shared_mask, device=device, dtype=dtype))
 
 
-@remembered
+@cached
 def shifted_window_segments(
     windows: tuple[int, int], window: tuple[int, int], shift: tuple[int, int], device: torch.device
 ) -> Tensor:
     """Return the masks of :func:`shifted_window_groups` as numbers: tokens of a window see those of their number.
 
     Returns:
-        (nH * nW, N) int32. The result is shared; see :func:`.remembered`.
+        (nH * nW, N) int32. The result is shared; see :func:`.cached`.
     """
     rows, columns = (
         (torch.arange(count * length, device=device) >= count * length - moved).view(count, length).int()
@@ -176,4 +176,4 @@ def _mask(window: tuple[int, int], wrapped: tuple[int, int], device: torch.devic
     return sum(axes[1:], axes[0]).expand(H, W, H, W).reshape(H * W, -1).to(dtype)
 
 
-_shared_mask = remembered(_mask)
+_shared_mask = cached(_mask)

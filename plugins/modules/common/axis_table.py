@@ -14,5 +14,5 @@ def axis_table(projection: nn.Module, encoding: Tensor, num_heads: int) -> Tenso
     The layer is called, not its weight read: it may be quantised, offloaded, adapted or observed.
     """
     if not untouched(projection, nn.Linear):
-        encoding = encoding.clone()  # encodings are remembered, and code of others may write to its input
+        encoding = encoding.clone()  # encodings are cached, and code of others may write to its input
     return unflatten(projection(encoding), 1, (num_heads, -1)).permute(1, 2, 0)

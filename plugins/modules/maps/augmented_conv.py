@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...terms.remembered import remembered
+from ...terms.cached import cached
 from ...terms.sine_position import sine_encoding
 from ..common.attention import attend
 from ..common.checks import check_map, one_of, pair, positive
@@ -283,7 +283,7 @@ def _same_padding(
     return kernel, same
 
 
-@remembered
+@cached
 def _sine_map(C: int, H: int, W: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the encoding (1, C, H, W), of rows in the first half of the channels, of columns in the second."""
     rows = sine_encoding(torch.arange(H, device=device), C // 2).t().unsqueeze(2).expand(-1, -1, W)
@@ -291,7 +291,7 @@ def _sine_map(C: int, H: int, W: int, device: torch.device, dtype: torch.dtype) 
     return torch.cat((rows, columns)).unsqueeze(0).to(dtype)
 
 
-@remembered
+@cached
 def _coordinates(H: int, W: int, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return coordinates (3, H, W): x and y, both from -1 to 1, and r = (x² + y²)^1/2."""
     rows = _from_the_centre(H, device, dtype).view(H, 1).expand(H, W)

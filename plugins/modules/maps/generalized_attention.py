@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...terms.attention_type import parse_attention_type
+from ...terms.cached import cached
 from ...terms.relative_position import axis_encoding, relative_logits, spread
-from ...terms.remembered import remembered
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import attend
@@ -413,7 +413,7 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
         return F.interpolate(output, list(size), mode="bilinear", align_corners=False)
 
 
-@remembered
+@cached
 def _half_range(
     queries: int, keys: int, reach: int, q_stride: int, kv_stride: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops.common.axes import unflatten
+from ...terms.cached import cached
 from ...terms.cosine_scale import cosine_operands
 from ...terms.log_positions import bounded_logits, log_coordinates
 from ...terms.position_table import table_logits
-from ...terms.remembered import remembered
 from ...terms.window import shifted_window_masks, shifted_window_segments
 from ..common.attention import attend
 from ..common.logits import Logits, SequenceLogits
@@ -89,7 +89,7 @@ def in_windows(
     return joined
 
 
-@remembered
+@cached
 def _window_order(
     B: int, windows: Pair, window: Pair, rolled: Pair, shift: Pair, device: torch.device
 ) -> tuple[tuple[int, ...], Tensor, Tensor]:
@@ -184,7 +184,7 @@ def predicted_table(net: nn.Module, window: Pair, pretrained: Pair | None, like:
     return bounded_logits(net(_coordinates(window, pretrained, like.device, like.dtype)))
 
 
-@remembered
+@cached
 def _coordinates(window: Pair, pretrained: Pair, device: torch.device, dtype: torch.dtype) -> Tensor:
     """Return the coordinates of all offsets, ((2 Wh - 1) * (2 Ww - 1), 2)."""
     return log_coordinates(window, pretrained, device=device).to(dtype).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""``remembered``: when results are kept, and when PyTorch must see them being computed."""
+"""``cached``: when results are kept, and when PyTorch must see them being computed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_plugins.terms.remembered import ENTRIES, remembered
+from attn_plugins.terms.cached import ENTRIES, cached
 
 CPU = torch.device("cpu")
 
@@ -26,7 +26,7 @@ def product(size: int, device: torch.device) -> Tensor:
     return torch.ones(size, size, device=device, dtype=torch.float32) @ torch.ones(size, size, device=device)
 
 
-shared = remembered(ramp)
+shared = cached(ramp)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_other_arguments_do_not(kept, other):
     torch.testing.assert_close(kept(size, scale, CPU, dtype), ramp(size, scale, CPU, dtype))
     assert kept(5, 2.0, CPU, torch.float32) is first
     assert kept.kept.cache_info().misses == 2
-    dtypes = remembered(lambda number, device: torch.tensor(number, device=device))  # equal numbers of other types
+    dtypes = cached(lambda number, device: torch.tensor(number, device=device))  # equal numbers of other types
     assert [dtypes(n, CPU).dtype for n in (1, 1.0, True)] == [torch.int64, torch.float32, torch.bool]
 
 
@@ -83,7 +83,7 @@ def test_the_oldest_is_dropped(kept):
 def test_other_devices_and_arguments_keep_nothing(arguments):
     """A device without an index is another one after ``torch.cuda.set_device``, and None after a default's change."""
     calls: list[object] = []
-    record = remembered(lambda argument, device: calls.append(argument))
+    record = cached(lambda argument, device: calls.append(argument))
     record(*arguments)
     record(*arguments)
     assert len(calls) == 2
@@ -97,8 +97,8 @@ def test_the_modes_of_the_first_caller_do_not_matter_to_the_next(kept):
     weight = torch.ones(3, requires_grad=True)
     (kept(3, 2.0, CPU, torch.float32) * weight).sum().backward()
     assert torch.equal(weight.grad, number)
-    assert not remembered(lambda device: 2 * weight)(CPU).requires_grad
-    products = remembered(product)
+    assert not cached(lambda device: 2 * weight)(CPU).requires_grad
+    products = cached(product)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert product(3, CPU).dtype == torch.bfloat16
         assert products(3, CPU).dtype == torch.float32
@@ -200,7 +200,7 @@ def streams(monkeypatch):
 @pytest.mark.filterwarnings("ignore:User provided device_type")
 def test_streams_and_captured_graphs_share_nothing(streams):
     """A stream may read before another has written, and a graph after the tensor was dropped."""
-    kept, gpu = remembered(lambda device: torch.ones(1)), torch.device("cuda", 0)
+    kept, gpu = cached(lambda device: torch.ones(1)), torch.device("cuda", 0)
     first = kept(gpu)
     assert kept(gpu) is first
     assert kept(torch.device("cuda", 1)) is not first
@@ -216,7 +216,7 @@ def test_streams_and_captured_graphs_share_nothing(streams):
 @pytest.mark.cuda
 def test_a_captured_graph_computes_its_own():
     gpu = torch.device("cuda", torch.cuda.current_device())
-    x, kept = torch.ones(3, device=gpu), remembered(ramp)
+    x, kept = torch.ones(3, device=gpu), cached(ramp)
 
     def run() -> Tensor:
         return x + kept(3, 2.0, gpu, torch.float32)

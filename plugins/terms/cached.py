@@ -19,14 +19,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 ENTRIES = 32  # results kept per function
-PLAIN = (int, float, bool, torch.dtype)
+NUMBERS = (int, float, bool, torch.dtype)
 
 _is_compiling = getattr(torch.compiler, "is_compiling", None) or torch._utils.is_compiling  # torch >= 2.3, or before
 _is_fx_tracing = getattr(fx, "is_fx_symbolic_tracing", None) or (lambda: fx._is_fx_tracing_flag)  # newer, or before
 _pre_dispatch_modes = getattr(torch._ops, "_len_torch_dispatch_stack_pre_dispatch", int)  # absent in old versions
 
 
-def remembered(function: Callable[P, T]) -> Callable[P, T]:
+def cached(function: Callable[P, T]) -> Callable[P, T]:
     """Return ``function`` with its last 32 results kept, by its arguments.
 
     The kept tensors are shared by all callers: never write to them, nor return them to a user, who might. They are
@@ -75,7 +75,7 @@ def _device(arguments: Iterable[object]) -> torch.device | None:
         elif type(argument) is tuple:
             if any(type(n) is not int for n in argument):
                 return None
-        elif type(argument) not in PLAIN:
+        elif type(argument) not in NUMBERS:
             return None
     if device is None or device.type == "cpu" or (device.type == "cuda" and device.index is not None):
         return device
