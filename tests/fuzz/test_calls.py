@@ -1,4 +1,4 @@
-"""Random calls of every operator, of modules with random options and of the stand-in for mmcv's operators.
+"""Random calls of every operator, of modules with random options and of the stand-in for mmcv's operators on boxes.
 
 A valid call is compared with the reference, forward and backward; then one argument is broken, which has to raise a
 ValueError or a TypeError that names it. Name, seed and number determine a call. ``make test`` runs some, ``make fuzz``
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from . import attention, module_calls, modules, sampled
+from . import attention, modules, sampling
 from .draw import Draw
 
 # cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
@@ -25,8 +25,8 @@ OPERATORS = {
     "global_attention": attention.everywhere,
     "sequence_attention": attention.sequence,
     "criss_cross_attention": attention.criss_cross,
-    "deform_conv2d": sampled.convolution,
-    "deformable_attention": sampled.deformable,
+    "deform_conv2d": sampling.convolution,
+    "deformable_attention": sampling.deformable,
 }
 NAMES = (*OPERATORS, "modules", "mmcv_ext")
 CASE = 100
@@ -35,9 +35,9 @@ START = time.monotonic()
 
 def drawn(name: str, *number: Any) -> Any:
     """Return a call by name, seed, number and device."""
-    if name == "modules":
-        return module_calls.ModuleCall(modules.Draw(name, *number))
     source = Draw(name, *number)
+    if name == "modules":
+        return modules.ModuleCall(source)
     if name == "mmcv_ext":
         pytest.importorskip("torchvision")
         from .mmcv_ext import ExtensionCall

@@ -20,8 +20,7 @@ CRISS_CROSS = "criss_cross_attention"
 def test_a_call_is_determined_by_its_number(name):
     def described(seed: int, number: int) -> tuple:
         call = drawn(name, seed, number)
-        buffers = call.draw.buffers if name == "modules" else call.source.buffers
-        return (call.describe(), *(bits(buffer).numpy().tobytes() for buffer in buffers))
+        return (call.describe(), *(bits(buffer).numpy().tobytes() for buffer in call.source.buffers))
 
     calls = {seed: [described(seed, number) for number in range(20)] for seed in (3, 4)}
     assert calls[3] == [described(3, number) for number in range(20)]

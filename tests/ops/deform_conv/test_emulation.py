@@ -15,8 +15,8 @@ from attn_plugins.ops import reference
 from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.emulation.kernels import NEEDS, error
 
-# Compiling the emulated kernels takes a minute: `make test` has one case of each function here, and none elsewhere.
-pytestmark = [*NEEDS, pytest.mark.sampled(1, every_value=False)]
+pytestmark = NEEDS
+slow = pytest.mark.slow
 
 
 def problem(
@@ -84,8 +84,18 @@ def expected_gradients(tensors, parameters, grad_output):
     return output.detach(), torch.autograd.grad(output, wanted, grad_output)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
+QUICK = [("plain", torch.float32), ("many channels", torch.float16), ("odd", torch.bfloat16), ("pairs", torch.float64)]
+
+
+@pytest.mark.parametrize(
+    "case, dtype",
+    [
+        *QUICK,
+        *(pytest.param(case, dtype, marks=slow) for n, case in enumerate(CASES)
+          for k, dtype in enumerate(TOLERANCE) if (n + k) % 2 == 0 and (case, dtype) not in QUICK),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_equals_reference(emulated, blocks, case, dtype):
     tensors, parameters = problem(**CASES[case])
     shape = (tensors[0].shape[0], tensors[2].shape[0], *tensors[1].shape[2:])
@@ -105,6 +115,7 @@ def test_equals_reference(emulated, blocks, case, dtype):
         assert error(result, gradient) < TOLERANCE[dtype], name
 
 
+@slow
 @pytest.mark.parametrize("seed", range(2, 6))
 def test_any_order_of_threads(emulated, monkeypatch, seed):
     """The forward is bit-identical, and the backward equal up to the order of its sums."""
@@ -119,6 +130,7 @@ def test_any_order_of_threads(emulated, monkeypatch, seed):
         assert error(shuffled, gradient) < 1e-12
 
 
+@slow
 @pytest.mark.parametrize("needs", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
 def test_writes_only_what_is_needed(emulated, blocks, needs):
     tensors, parameters = problem()
@@ -130,6 +142,7 @@ def test_writes_only_what_is_needed(emulated, blocks, needs):
         assert (error(result, gradient) < 1e-12) if needed else (result.numel() == 0)
 
 
+@slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_channels_last_and_strided(emulated, blocks, dtype):
     tensors, parameters = problem()
@@ -151,6 +164,7 @@ def test_channels_last_and_strided(emulated, blocks, dtype):
             torch.testing.assert_close(x, y)
 
 
+@slow
 def test_misaligned_input(emulated):
     tensors, parameters = problem(C=8, B=1)
     input, *rest = (t.half() for t in tensors)
@@ -161,6 +175,7 @@ def test_misaligned_input(emulated):
     )
 
 
+@slow
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e9, -1e9, 3e38])
 @pytest.mark.parametrize("spoiled", ["row", "column", "mask"])
 def test_numbers_beyond_the_map_and_no_numbers(emulated, spoiled, value):
@@ -178,6 +193,7 @@ def test_numbers_beyond_the_map_and_no_numbers(emulated, spoiled, value):
     assert all(map(same_where_finite, (output, *grads), (expected, *gradients)))
 
 
+@slow
 def test_borders_exactly(emulated):
     """Samples on -1, 0, H - 1 and H, whose corners leave the map one by one."""
     input = torch.randn(1, 8, 4, 4).double()
@@ -192,6 +208,7 @@ def test_borders_exactly(emulated):
     assert error(output, reference.bilinear_samples(input_grid, y[None], x[None]).permute(0, 3, 1, 2)) < 1e-14
 
 
+@slow
 @pytest.mark.parametrize("shape", [(5, 7), (8, 16), (1, 9)], ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, shape):
@@ -205,6 +222,7 @@ def test_infinite_pixels_spoil_their_own_samples_alone(emulated, value, shape):
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_map_that_no_sample_reaches_is_not_read(emulated, value, dtype):
@@ -235,6 +253,7 @@ def test_the_emulator_reports_races_and_bounds(emulated, fault, message):
         emulated.faulty(out, x, fault, 1)
 
 
+@slow
 def test_a_grid_that_is_too_large_is_an_error(emulated):
     x = torch.arange(256.0)
     with pytest.raises(RuntimeError, match="a grid of 2147483648 blocks is too large"):
@@ -253,6 +272,7 @@ def test_division_by_multiplication(emulated):
         assert torch.equal(pairs, torch.stack((numbers // divisor, numbers % divisor), 1)), divisor
 
 
+@slow
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("shape", [(2, 33, 70), (1, 1, 40), (3, 64, 1), (0, 3, 4)], ids=str)
 def test_transposition(emulated, shape, dtype):
