@@ -101,14 +101,9 @@ def test_a_sample_that_is_too_large(folder):
         ("captions.json", '{"annotations": []}', r"captions\.json must have a list of images; it has annotations"),
         ("captions.json", '{"images": [], "annotations": [{"id": 3}]}', r"caption 3 must have image_id and caption"),
         ("splits.json", "[]", r"splits\.json must hold a JSON object, got a list"),
-        (
-            "splits.json",
-            '{"images": [{"split": "train"}]}',
-            r"cocoid or imgid of an image must be a number or a string, got",
-        ),
+        ("splits.json", '{"images": [{"split": "train"}]}', r"cocoid or imgid of an image must be a number or a s"),
         ("splits.json", '{"images": [{"cocoid": 100}]}', r"splits\.json: image 100 has no split"),
         ("splits.json", '{"images": [{"cocoid": 100, "split": "test"}]}', "no image is in split train or restval"),
-        ("splits.json", '{"images": [{"cocoid": [1], "split": "train"}]}', r"cocoid or imgid of an image must be a n"),
         ("captions.json", '{"images": [{"file_name": "1.jpg"}], "annotations": []}', r"id of an image must be a nu"),
         ("captions.json", b'{"images": "caf\xe9"}', r"captions\.json is not UTF-8 text: 'utf-8' codec can't decode"),
         ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
@@ -121,6 +116,24 @@ def test_files_that_are_not_such(folder, name, text, message):
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         task_of(folder, skip_invalid_samples=True).load_dataset("train")
+
+
+@pytest.mark.parametrize(
+    ("sentences", "message"),
+    [
+        (["a dog"], "image 103 must have a list of sentences with raw or tokens, got"),
+        ({"raw": "a dog"}, "image 103 must have a list of sentences with raw or tokens, got"),
+        ([], r"splits\.json: image 103 has no captions in"),
+        ([{"raw": 3}], r"splits\.json: caption 1 of image 103 is empty, got 3"),
+    ],
+)
+def test_sentences_that_are_not_such(folder, sentences, message):
+    (folder / "captions.json").unlink()
+    row = {"cocoid": 103, "split": "restval", "sentences": sentences}
+    good = {"cocoid": 104, "split": "train", "sentences": [{"tokens": ["a", "cat"]}]}
+    write_json(folder / "splits.json", {"images": [good, row]})
+    with pytest.raises(ValueError, match=message):
+        task_of(folder).load_dataset("train")
 
 
 @pytest.mark.parametrize(
@@ -149,30 +162,22 @@ def test_subsets_that_are_not_there(folder):
         task_of(folder).load_dataset("train")
 
 
-def test_sentences_that_are_not_such(folder):
-    (folder / "captions.json").unlink()
-    for sentences, message in (
-        (["a dog"], "image 103 must have a list of sentences with raw or tokens, got"),
-        ({"raw": "a dog"}, "image 103 must have a list of sentences with raw or tokens, got"),
-        ([], r"splits\.json: image 103 has no captions in"),
-        ([{"raw": 3}], r"splits\.json: caption 1 of image 103 is empty, got 3"),
-    ):
-        row = {"cocoid": 103, "split": "restval", "sentences": sentences}
-        good = {"cocoid": 104, "split": "train", "sentences": [{"tokens": ["a", "cat"]}]}
-        write_json(folder / "splits.json", {"images": [good, row]})
-        with pytest.raises(ValueError, match=message):
-            task_of(folder).load_dataset("train")
-
-
 def test_a_number_and_its_text_are_one_id(folder):
-    """Results use the ids of the captions, against which they are scored."""
+    """Results use the ids of the captions, against which they are scored. A mark of the byte order is no error."""
     expected = task_of(folder).captions
+    for name in ("captions.json", "splits.json", "attributes.json"):
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
+    task = task_of(folder)
+    task.load_dataset("train")
+    assert task.captions == expected
 
     def as_text(content: dict) -> None:
         for image in content["images"]:
             image["cocoid"] = str(image["cocoid"])
         content["images"].append({"cocoid": 102, "split": "test"})
 
+    for name in ("captions.json", "splits.json"):
+        (folder / name).write_bytes((folder / name).read_bytes()[3:])
     change(folder / "splits.json", as_text)
     with pytest.raises(ValueError, match="image 102 appears twice, in train and in test"):
         task_of(folder).load_dataset("train")
@@ -194,15 +199,6 @@ def test_a_set_that_is_bad_throughout_does_not_fill_the_log(tmp_path, caplog):
     assert lines[-2:] == ["skipped: 100 so far; more are only counted", "120 bad samples skipped so far, in all files"]
     assert len(task.dataset("train")) == 240
     assert len(words) == len(task.dictionary)
-
-
-def test_a_mark_of_the_byte_order_is_no_error(folder):
-    expected = task_of(folder).captions
-    for name in ("captions.json", "splits.json", "attributes.json"):
-        (folder / name).write_bytes(b"\xef\xbb\xbf" + (folder / name).read_bytes())
-    task = task_of(folder)
-    task.load_dataset("train")
-    assert task.captions == expected
 
 
 def test_a_dictionary_of_other_captions(folder, caplog):
