@@ -59,7 +59,7 @@ def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) 
 
 def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> None:
     """Replace attention layers of a built model as :func:`Attended` does; on an error, none is replaced."""
-    planned: dict[str, nn.Module] = {}
+    replacements: dict[str, nn.Module] = {}
     grids = Grids()
     for pattern, options in attention.items():
         options = dict(options)
@@ -72,12 +72,12 @@ def exchange(model: nn.Module, attention: Mapping[str, Mapping[str, Any]]) -> No
             raise ValueError(_no_match(model, pattern, matched, STOCK[kind]))
         for path, module in layers.items():
             if kind == "SpatialSelfAttention":
-                planned[f"{path}.attn"] = _spatial(module.attn, options, path, grids)
+                replacements[f"{path}.attn"] = _spatial(module.attn, options, path, grids)
             else:
-                planned[path] = _deformable(module, options, path)
-    if any(_needs_grid(layer) for layer in planned.values()):
+                replacements[path] = _deformable(module, options, path)
+    if any(_needs_grid(layer) for layer in replacements.values()):
         grids.watch(model)
-    for path, layer in planned.items():
+    for path, layer in replacements.items():
         owner, _, name = path.rpartition(".")
         parent = model.get_submodule(owner)
         setattr(parent, name, layer)

@@ -201,13 +201,13 @@ def line_nms_forward(boxes: Tensor, scores: Tensor, overlap: float, top_k: int) 
         low, high = start[n:].clamp(min=int(start[n])), end[n:].clamp(max=int(end[n]))
         common = (places >= low[:, None]) & (places <= high[:, None])
         distance = ((lanes[n:, 5:] - lanes[n, 5:]).abs() * common).sum(1)
-        near = (distance < overlap * (high - low + 1)) & (high >= low) & (low >= 0)
-        near[0] = False
+        similar = (distance < overlap * (high - low + 1)) & (high >= low) & (low >= 0)
+        similar[0] = False
         keep[count] = order[n]
         count += 1
-        parents[order[n:][near]] = count
+        parents[order[n:][similar]] = count
         parents[order[n]] = count
-        removed[n:] |= near
+        removed[n:] |= similar
     device = boxes.device
     return [keep.to(device), torch.tensor(count, device=device), parents.to(device)]
 

@@ -28,7 +28,7 @@ __all__ = [
     "positive",
 ]
 
-PLAIN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def one_of(kind: Any, **choices: str) -> None:
@@ -67,7 +67,7 @@ def check_range(name: str, n_k: int) -> None:
         raise ValueError(f"{name} must be -1 (all keys) or a positive odd int (n_k), got {n_k!r}")
 
 
-def _plain_weight(child: nn.Module | Tensor) -> Tensor | None:
+def _own_weight(child: nn.Module | Tensor) -> Tensor | None:
     """Return the weight that a layer computes with, or None if only a call of the layer can tell.
 
     Quantised, offloaded, adapted or sharded layers may have no weight before they are called, or one of another dtype.
@@ -77,8 +77,8 @@ def _plain_weight(child: nn.Module | Tensor) -> Tensor | None:
         if not untouched(child, type(child)):
             return None
         if isinstance(child, nn.Sequential):
-            return _plain_weight(child[0]) if len(child) else None
-        if type(child) not in PLAIN:
+            return _own_weight(child[0]) if len(child) else None
+        if type(child) not in LAYERS:
             return None
         weight = child.weight
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.device.type != "meta"
@@ -90,7 +90,7 @@ def check_fits(name: str, x: Tensor, child: nn.Module | Tensor, owner: str = "mo
 
     Under autocast the dtype may differ.
     """
-    weight = _plain_weight(child)
+    weight = _own_weight(child)
     if weight is None:
         return
     if x.device != weight.device:

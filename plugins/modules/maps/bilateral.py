@@ -248,8 +248,8 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         columns = axis_index(torch.arange(W, device=values.device), W, kx)
         # The centre column is the query itself, whose value is among the rows; later columns move up by one.
         centre = kx // 2
-        beside = ky + columns - (columns > centre).to(columns.dtype)
-        columns = torch.where(columns < 0, -1, torch.where(columns == centre, ky // 2, beside))
+        other_column = ky + columns - (columns > centre).to(columns.dtype)
+        columns = torch.where(columns < 0, -1, torch.where(columns == centre, ky // 2, other_column))
         index = torch.cat((rows.unsqueeze(1).expand(H, W, H), columns.unsqueeze(0).expand(H, W, W)), -1)
         last = values.shape[-1] - 1
         logits = values.gather(-1, torch.where(index < 0, last, index).expand(values.shape[0], -1, -1, -1))

@@ -111,8 +111,8 @@ class CrissCross(MapAttention):
         as long as reading ``x``, and joining the gradients costs as much as that sum.
         """
         layers = (self.query_conv, self.key_conv, self.value_conv)
-        plain = all(untouched(layer, nn.Conv2d) and layer.bias is not None for layer in layers)
-        if not plain or has_global_hooks() or not joins_products(x):
+        untouched_layers = all(untouched(layer, nn.Conv2d) and layer.bias is not None for layer in layers)
+        if not untouched_layers or has_global_hooks() or not joins_products(x):
             return [layer(x) for layer in layers]
         weight = torch.cat([layer.weight for layer in layers])
         bias = torch.cat([layer.bias for layer in layers if layer.bias is not None])

@@ -252,8 +252,8 @@ class CausalDeformableConv1d(_DeformableConv):
         assert cache.value is not None
         seen = cache.value.squeeze(1)  # (B, S, C)
         length, total = x.shape[2], seen.shape[1]
-        near = seen[:, max(0, total - self.reach - length) :].transpose(1, 2)
-        offset, mask = self.predict(F.pad(near, (self.reach + length - near.shape[2], 0)))
+        recent = seen[:, max(0, total - self.reach - length) :].transpose(1, 2)
+        offset, mask = self.predict(F.pad(recent, (self.reach + length - recent.shape[2], 0)))
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         query = torch.arange(total - length, total, device=x.device, dtype=dtype)
         taps = torch.arange(-self.reach, 1, self.dilation[0], device=x.device).unsqueeze(1)

@@ -66,7 +66,7 @@ class Operator:
         operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
         backward_operations: Likewise of the backward, also for the list of gradients that are needed.
         cast: Names of the terms that take autocast's dtype; None for all.
-        nothing: What the results beside an empty output hold.
+        nothing: What the results other than an empty output hold.
         shared: Names of the terms that have no axis of images; every other tensor has it first.
     """
 

@@ -149,7 +149,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
 
 
 def state(tensor: Tensor) -> tuple[Any, ...] | None:
-    """Return what launches for ``tensor`` depend on beside arguments, or None where no plan is to be made of them."""
+    """Return what launches for ``tensor`` depend on besides arguments, or None where no plan is to be made of them."""
     forced = backends.forced()
     if not (tensor.is_cuda or forced == NAME) or recording():
         return None
@@ -166,12 +166,12 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
     if not _launches_are_known() or kernel.pre_run_hooks:
         return None
     kinds: list[Any] = []
-    for arg, plain in zip(args, _plain(kernel)):
+    for arg, unspecialised in zip(args, _unspecialised(kernel)):
         kind = type(arg)
         if kind is int:
             if not -(2**31) <= arg < 2**31:  # Triton passes it as 64 bits
                 return None
-            if not plain:
+            if not unspecialised:
                 kinds.append((arg == 1, arg % 16 == 0))
         elif arg is None:
             kinds.append(None)
@@ -183,7 +183,7 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
 
 
 @cache
-def _plain(kernel: Any) -> tuple[bool, ...]:
+def _unspecialised(kernel: Any) -> tuple[bool, ...]:
     """Return for each parameter of a kernel whether ``do_not_specialize`` names it."""
     return tuple(parameter.do_not_specialize for parameter in kernel.params)
 

@@ -2,7 +2,7 @@
 
 Forward, the pass along rows continues the softmax of the pass along columns: nothing as large as the weights is
 stored. A program has a block of queries of one line and a block of the values' channels, and reads the line's keys.
-Values are split over programs, each of which computes the logits: 512 channels beside keys of 64 (CCNet) do not fit
+Values are split over programs, each of which computes the logits: 512 channels and keys of 64 (CCNet) do not fit
 a program's registers, and the columns of one map alone do not fill a device.
 
 Backward, weights are recomputed from the log-sum-exp. A gradient is written by one program in each of both passes, the
@@ -189,7 +189,7 @@ class _Launches:
         Args:
             block: Places of a line that a program has.
             parts: Programs that have the same places.
-            tensors: Those that the kernel names beside query, key and value; it takes strides in units.
+            tensors: Those that the kernel names besides query, key and value; it takes strides in units.
         """
         B, M, H, W, _ = self.shape
         lines, length = (W, H) if column else (H, W)

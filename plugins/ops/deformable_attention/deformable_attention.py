@@ -56,8 +56,8 @@ def deformable_attention(
     """
     check_tensors("value", value=value)
     check_dim("value", value, "(B, S, M, d)")
-    _check_beside("sampling_locations", sampling_locations, value)
-    _check_beside("attention_weights", attention_weights, value)
+    _check_matches("sampling_locations", sampling_locations, value)
+    _check_matches("attention_weights", attention_weights, value)
     shapes = shapes_on_host(spatial_shapes)
     B, S, M, d = value.shape
     pixels = sum(h * w for h, w in shapes)
@@ -127,7 +127,7 @@ def _checked_size(H: int, W: int) -> tuple[int, int]:
 _COPIED = WeakTensorKeyDictionary()  # version and shapes of each Tensor that exists
 
 
-def _check_beside(name: str, tensor: Any, value: Tensor) -> None:
+def _check_matches(name: str, tensor: Any, value: Tensor) -> None:
     """Check that locations or weights are dense, on the value's device and of a dtype that its dtype allows."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} must be a Tensor, got {type(tensor).__name__}")

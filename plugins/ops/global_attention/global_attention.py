@@ -2,7 +2,7 @@
 
 The arguments decide which of five ways computes it:
     * plain matrix products, if the weights are the same for all queries or are a product of row and column weights;
-    * Triton kernels (``triton``): on CUDA where there is content beside other terms;
+    * Triton kernels (``triton``): on CUDA where there is content and another term;
     * PyTorch's fused attention, with all terms folded into its dot product (``sdpa``): on CUDA for calls that
       Triton refuses, up to 256 channels of all folded terms; on CPUs for wide content alone;
     * one compiled pass over blocks of queries (``cpu``): on CPUs otherwise;
