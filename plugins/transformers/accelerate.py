@@ -5,8 +5,8 @@
     model = AutoModelForObjectDetection.from_pretrained("SenseTime/deformable-detr")
     attn_plugins.transformers.accelerate(model)
 
-The class of existing layers is replaced by a derived class, so that parameters, hooks and configs stay. All that these
-layers call beside deformable attention itself is still called by the package's own code.
+Existing layers get a derived class, so that parameters, hooks and configs stay. The package's own code still calls all
+that these layers call beside deformable attention itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from . import places
-from .places import Place, held_by, place_of, stock_of
+from .places import Place, calling, held_by, place_of, replacement, stock_of
 
 
 def accelerate(model: nn.Module) -> list[str]:
@@ -54,7 +53,9 @@ def accelerate(model: nn.Module) -> list[str]:
             f"{type(model).__name__} has none"
         )
     for module, _ in found.values():
-        _replace(module)
+        vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
+        kind: Any = type(module)
+        module.__class__ = derived(kind)
     return list(found)
 
 
@@ -68,19 +69,17 @@ class Accelerated(nn.Module):
 
 
 @functools.cache
-def derived(layer: type) -> type:
+def derived(layer: Any) -> type:
     """Return the class that replaces a stock class."""
     place = place_of(layer)
     assert place is not None
-    forward: Any = layer.forward  # type: ignore[attr-defined]
     function = stock_of(held_by(place, layer))
-    namespace: dict[str, Any] = dict(stock=layer, __module__=__name__, __doc__=f"{layer.__name__} on our operator.")
-    if place.function is None:
-        namespace["forward"] = places.replacement(place, function)
-    elif place.attribute is None:
-        namespace["forward"] = places.calling(forward, place.function, places.replacement(place, function))
-    else:
-        namespace[place.attribute] = _exchanged(place.attribute, function, places.replacement(place, function))
+    ours: Any = replacement(place, function)
+    if place.attribute is not None:
+        ours = _exchanged(place.attribute, function, ours)
+    elif place.function is not None:
+        ours = calling(layer.forward, place.function, ours)
+    namespace = {"stock": layer, "__module__": __name__, place.attribute or "forward": ours}
     return type(f"Accelerated{layer.__name__}", (Accelerated, layer), namespace)
 
 
@@ -98,7 +97,6 @@ def _exchanged(name: str, stock: Any, ours: Any) -> property:
 
 
 def _empty(layer: type) -> nn.Module:
-    """Return an instance without a state, for copies and pickles."""
     kind: Any = derived(layer)
     return kind.__new__(kind)
 
@@ -122,8 +120,3 @@ def _check(name: str, module: nn.Module, place: Place) -> None:
         raise RuntimeError(f"{name} has a forward of its own, not {package}'s; nothing was replaced")
     if place.attribute is not None and vars(module).get(place.attribute) is not function:
         raise RuntimeError(f"{name}.{place.attribute} is not {package}'s; nothing was replaced")
-
-
-def _replace(module: nn.Module) -> None:
-    vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
-    module.__class__ = derived(type(module))

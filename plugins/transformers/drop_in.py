@@ -33,7 +33,6 @@ def replace() -> None:
 
 
 def _held(module: ModuleType, place: Place) -> Any:
-    """Return the function that a module or its layer holds, or None."""
     owner = module if place.function else getattr(module, place.layer, None)
     return getattr(owner, place.function or "forward", None)
 

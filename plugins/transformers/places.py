@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import sampling
 
-LAYER = "MultiScaleDeformableAttention"
+LAYER, FUNCTION = "MultiScaleDeformableAttention", "multi_scale_deformable_attention"
 ARGUMENTS = tuple(inspect.signature(sampling.layer).parameters)[1:]
 
 
@@ -28,17 +28,12 @@ class Place(NamedTuple):
 
 def _transformers(family: str, layer: str = LAYER, function: str | None = None, attribute: str | None = None) -> Place:
     module = f"transformers.models.{family}.modeling_{family.rpartition('.')[2]}"
-    signatures = {
-        None: sampling.layer,
-        "multi_scale_deformable_attention": sampling.levels,
-        "multi_scale_deformable_attention_v2": sampling.counted_points,
-    }
-    return Place(module, layer, function, signatures[function], attribute)
+    ours: Any = {None: sampling.layer, FUNCTION: sampling.levels}.get(function, sampling.counted_points)
+    return Place(module, layer, function, ours, attribute)
 
 
 ALIKE = """deformable_detr grounding_dino lw_detr mm_grounding_dino omdet_turbo pp_doclayout_v2 pp_doclayout_v3
 pp_doclayout_v4 rf_detr rt_detr"""
-FUNCTION = "multi_scale_deformable_attention"
 MASK2FORMER = "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention"
 ONEFORMER = "OneFormerPixelDecoderEncoderMultiscaleDeformableAttention"
 RFDETR, ULTRALYTICS = "rfdetr.models.ops.modules.ms_deform_attn", "ultralytics.nn.modules.transformer"
@@ -57,11 +52,7 @@ _BY_CLASS = {(place.module, place.layer): place for place in PLACES}
 
 
 def place_of(layer: type) -> Place | None:
-    """Return the place of a class, or None.
-
-    A ``MultiScaleDeformableAttention`` of a family of transformers that is not listed has one if its ``forward`` takes
-    the arguments of the others.
-    """
+    """Return the place of a class, or None; classes like those of ``ALIKE`` in families not listed have one too."""
     place = _BY_CLASS.get((layer.__module__, layer.__name__))
     if place is not None or layer.__name__ != LAYER or not layer.__module__.startswith("transformers.models."):
         return place

@@ -1,7 +1,7 @@
 """Deformable attention under the signatures of transformers, rfdetr and Ultralytics, on this package's operator.
 
-Each function of ``SIGNATURES`` takes the stock function first, followed by the stock arguments. It calls the stock
-function where our operator does not stand in for it:
+Each function takes the stock function first, followed by the stock arguments, and returns (B, Q, M * d). It calls the
+stock function where our operator does not stand in for it:
 
 * in an ONNX export, where the stock code becomes ``GridSample``;
 * for dtypes that ``grid_sample`` refuses, so that the stock error is raised;
@@ -36,19 +36,7 @@ def layer(
 ) -> Tensor:
     """Compute the ``forward`` of transformers' ``MultiScaleDeformableAttention``, a layer without parameters.
 
-    Args:
-        stock: The layer's own ``forward``.
-        self: The layer.
-        value: (B, S, M, d).
-        value_spatial_shapes: (L, 2).
-        value_spatial_shapes_list: ((H_1, W_1), ..., (H_L, W_L)).
-        level_start_index: (L,).
-        sampling_locations: (B, Q, M, L, K, 2) as (x, y), 0 to 1 on the map.
-        attention_weights: (B, Q, M, L, K).
-        im2col_step: Of the original CUDA kernel.
-
-    Returns:
-        (B, Q, M * d).
+    Values are (B, S, M, d), locations (B, Q, M, L, K, 2), 0 to 1 on the map, and weights (B, Q, M, L, K).
     """
     samples = sampling_locations, attention_weights
     if not _serves(value, *samples):
@@ -110,13 +98,9 @@ def transposed_value(
 
 def _serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
     """Return whether the stock code takes these dtypes and is not being exported to ONNX."""
-    if any(tensor.dtype not in FLOATS for tensor in (value, locations, weights)):
-        return False
-    if value.dtype != locations.dtype and (
-        autocast_dtype(value.device.type) is None or torch.float64 in (value.dtype, locations.dtype)
-    ):
-        return False
-    return not (traced() and torch.onnx.is_in_onnx_export())
+    places = {value.dtype, locations.dtype}
+    one = len(places) == 1 or (autocast_dtype(value.device.type) is not None and torch.float64 not in places)
+    return one and {*places, weights.dtype} <= {*FLOATS} and not (traced() and torch.onnx.is_in_onnx_export())
 
 
 def _attend(

@@ -59,7 +59,7 @@ def test_files_list_the_dependencies_of_what_is_installed_alone(toolkit):
 def test_every_toolkit_ends_with_known_checks():
     for toolkit in TOOLKITS:
         assert set(command.CHECKED.get(toolkit, command.MM)) <= set(checks.CHECKS)
-        assert {line.name for line in packages.lines_of(toolkit)} & {"timm", *command.NATIVE}
+        assert {line.name for line in packages.lines_of(toolkit)} & {"timm", "transformers", *command.NATIVE}
     assert {checks.install_command(name).split()[-1] for name in checks.CHECKS} <= set(TOOLKITS)
 
 

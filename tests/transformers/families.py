@@ -35,19 +35,21 @@ def _bert() -> Any:
     )
 
 
+# transformers 4 takes its default backbone, pretrained, otherwise
+PLAIN = dict(use_timm_backbone=False, use_pretrained_backbone=False, backbone=None)
 SHARED = dict(d_model=32, encoder_ffn_dim=16, decoder_ffn_dim=16, num_queries=7, decoder_layers=2)
 HEADS = dict(encoder_attention_heads=2, decoder_attention_heads=4)
 
 
 def _deformable_detr(**options: Any) -> nn.Module:
-    given = dict(use_timm_backbone=False, backbone=None, backbone_config=_resnet(), encoder_layers=1)
+    given: dict[str, Any] = dict(**PLAIN, backbone_config=_resnet(), encoder_layers=1)
     config = transformers.DeformableDetrConfig(**SHARED, **HEADS, **given, num_feature_levels=4, **options)
     return transformers.DeformableDetrForObjectDetection(config)
 
 
 def _dino(prefix: str) -> Callable[[], nn.Module]:
     def build(**options: Any) -> nn.Module:
-        given = dict(use_timm_backbone=False, backbone=None, backbone_config=_swin((2, 3, 4)), text_config=_bert())
+        given: dict[str, Any] = dict(**PLAIN, backbone_config=_swin((2, 3, 4)), text_config=_bert())
         config = _config(
             f"{prefix}Config", **SHARED, **HEADS, **given, encoder_layers=1, max_text_len=8, fusion_droppath=0.0,
             **options,
@@ -91,7 +93,7 @@ def _omdet_turbo(**options: Any) -> nn.Module:
         num_attention_heads=2, max_position_embeddings=8, eos_token_id=49,
     )  # fmt: skip
     config = transformers.OmDetTurboConfig(
-        use_timm_backbone=False, backbone=None, backbone_config=_swin((2, 3, 4)), text_config=text,
+        **PLAIN, backbone_config=_swin((2, 3, 4)), text_config=text,
         encoder_in_channels=[16, 32, 64], text_projection_in_dim=16, text_projection_out_dim=16, class_embed_dim=16,
         encoder_hidden_dim=32, decoder_hidden_dim=32, vision_features_channels=[32, 32, 32], num_queries=7,
         encoder_dim_feedforward=16, decoder_dim_feedforward=16, decoder_num_layers=2, decoder_num_heads=4,

@@ -59,7 +59,7 @@ def test_every_family_is_known():
     assert there == {place.module for place in PLACED if find_spec(place.module.rpartition(".")[0]) is not None}
     families = {module.split(".")[-2] for module in there} - {"deta"}
     assert families == set(INSTALLED)
-    assert len(families) >= 10
+    assert len(families) >= 8
 
 
 SINGLE = {"omdet_turbo"}  # stock mixes float32 and float64
@@ -125,6 +125,10 @@ def test_half_precision(family, autocast):
     model = model.to(dtype)
     given = {name: x.to(dtype) if x.is_floating_point() else x for name, x in given.items()}
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if not works(lambda: model(**given)):  # stock casts its fusion to float32 there
+            assert transformers.__version__ < "5"
+            assert family in ("grounding_dino", "mm_grounding_dino")
+            return
         calls = recorded(model, given)
         exact = copy.deepcopy(model).float()
         accelerate(model)

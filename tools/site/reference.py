@@ -13,6 +13,7 @@ TITLES = {
     "timm": ("timm", "Importing timm registers these; `timm.create_model` builds them."),
     "mmcv": ("mmdet and mmsegmentation", "`custom_imports` registers these."),
     "fairseq": ("fairseq", "`--user-dir plugins/fairseq` registers these."),
+    "transformers": ("transformers", "Deformable attention of existing models on this package's operator."),
     "terms": ("Terms", "What enters the logits, one idea a file."),
 }
 DETAILED = ("terms", "captioning", "mmcv", "fairseq")  # packages whose files are the interface
