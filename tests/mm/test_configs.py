@@ -26,7 +26,8 @@ def load(path: Path) -> Config:
     if config.model.get("of", config.model.type) == "DINO":
         config.model.num_queries = 50  # 900 exceed the number of positions of a small picture
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
-        augment.size = (256, 256)  # the size that a batch is padded to; the coarsest level then has 2 × 2 positions
+        # The size that a batch is padded to; RetinaNet's coarsest level then has 2 × 2 positions.
+        augment.size = (128, 128) if config.model.get("of") == "Mask2Former" else (256, 256)
     return narrow(without_downloads(config))
 
 
