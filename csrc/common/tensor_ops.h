@@ -1,5 +1,5 @@
-// What the kernels' drivers do with tensors beside kernels. Views and memory go around torch's dispatcher, which
-// takes longer for each of them than a small kernel runs; copies and products are ATen operators.
+// What the kernels' drivers do with tensors beside kernels. Views and memory go around torch's dispatcher,
+// which takes longer for each of them than a small kernel runs; copies and products are ATen operators.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -26,8 +26,8 @@ Tensor call(const char* name, const char* overload, const Arguments&... argument
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// The functions below are not named `permute`, `reshape` and `narrow`: argument-dependent lookup would also find
-// torch::stable's of those names.
+// The functions below are not named `permute`, `reshape` and `narrow`: argument-dependent lookup would also
+// find torch::stable's of those names.
 
 inline Sizes sizes_of(const Tensor& self) {
   const auto sizes = self.sizes();
@@ -89,10 +89,10 @@ inline Tensor new_strided(const Tensor& like, const Sizes& sizes, const Sizes& s
   int32_t device = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
   AtenTensorHandle result = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      int64_t(sizes.size()), sizes.data(), strides.data(),
-      torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device,
-      like.get_device_index(), &result));
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch_empty_strided(int64_t(sizes.size()), sizes.data(), strides.data(),
+                               torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device,
+                               like.get_device_index(), &result));
   return Tensor(result);
 }
 

@@ -52,12 +52,13 @@ inline Tensor to_channels_last(const Tensor& t) {
 
 // (N, channels, height, width) -> its sums over all but the channels.
 inline Tensor sum_of_pixels(const Tensor& t) {
-  return call("aten::sum", "dim_IntList", t, std::optional<Sizes>({0, 2, 3}), false, std::optional<ScalarType>());
+  return call("aten::sum", "dim_IntList", t, std::optional<Sizes>({0, 2, 3}), false,
+              std::optional<ScalarType>());
 }
 
-// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous. Results
-// are channels-last where their source is; the fake functions in plugins/ops/deform_conv/deform_conv.py follow the
-// same rule.
+// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
+// Results are channels-last where their source is; the fake functions in
+// plugins/ops/deform_conv/deform_conv.py follow the same rule.
 inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
                            int64_t height, int64_t width) {
   return channels_last ? permuted(empty_like_options(like_type, {N, height, width, channels}), {0, 3, 1, 2})
@@ -290,8 +291,7 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
   const bool planes =
       g.N == 1 && c.grad_output.is_contiguous() && Kernels::reads_planes(g, input.element_size());
   const Tensor grad_output =
-      planes ? c.grad_output
-             : reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
+      planes ? c.grad_output : reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
   const int64_t block = Kernels::block_pixels(g, input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
   const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();

@@ -124,5 +124,6 @@ struct CpuKernels {
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CPU, m) {
   using namespace attn_plugins;
   m.impl("deformable_attention_forward_kernel", TORCH_BOX(&deformable_attention_driver<CpuKernels>));
-  m.impl("deformable_attention_backward_kernel", TORCH_BOX(&deformable_attention_backward_driver<CpuKernels>));
+  m.impl("deformable_attention_backward_kernel",
+         TORCH_BOX(&deformable_attention_backward_driver<CpuKernels>));
 }

@@ -265,9 +265,8 @@ struct AttentionKernels {
     for_attention_types(value, locations, [&](auto type, auto beside) {
       using T = decltype(type);
       using L = decltype(beside);
-      const AttentionGradients<accumulate_t<T>, L> grads{data_of<accumulate_t<T>>(grad_value),
-                                                         data_of<L>(grad_locations),
-                                                         data_of<L>(grad_weights)};
+      const AttentionGradients<accumulate_t<T>, L> grads{
+          data_of<accumulate_t<T>>(grad_value), data_of<L>(grad_locations), data_of<L>(grad_weights)};
       const auto run = [&](auto, auto width) {
         constexpr int N = decltype(width)::value;
         const auto p = attention_problem(value, weights, shapes, points, N, false);

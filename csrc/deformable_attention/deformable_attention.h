@@ -1,5 +1,5 @@
-// Shared by deformable attention on CPUs and CUDA: the operator, around kernels that take contiguous tensors of few
-// dtypes.
+// Shared by deformable attention on CPUs and CUDA: the operator, around kernels that take contiguous tensors
+// of few dtypes.
 #pragma once
 
 #include <tuple>
@@ -14,14 +14,14 @@ inline ScalarType sum_type(const Tensor& t) {
 }
 
 // A `Kernels` class provides:
-//   static ScalarType compute_type(value)     dtype of the values that kernels read and of the outputs they write
-//   static Tensor readable(value)             value, or a copy whose strides kernels take
-//   static Tensor sums_of(value)              memory for the value's gradient, of dtype sum_type
-//   static void forward(value, locations, weights, output, shapes, points)
-//   static void backward(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights, shapes,
+//   static ScalarType compute_type(value)     dtype of the values that kernels read and of the outputs they
+//   write static Tensor readable(value)             value, or a copy whose strides kernels take static Tensor
+//   sums_of(value)              memory for the value's gradient, of dtype sum_type static void forward(value,
+//   locations, weights, output, shapes, points) static void backward(grad_output, value, locations, weights,
+//   grad_value, grad_locations, grad_weights, shapes,
 //                        points)              gradients that are not needed are undefined
-// Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type; weights are
-// (B, Q, M, P).
+// Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type;
+// weights are (B, Q, M, P).
 
 // The tensors of a call as kernels take them: locations and weights as they are, unless their dtypes differ.
 template <class Kernels>
@@ -61,10 +61,11 @@ std::tuple<Tensor, Tensor, Tensor> deformable_attention_backward_driver(
   const AttentionOperands<Kernels> of(value, locations, weights);
   const Tensor gradient = as_contiguous(to_dtype(grad_output, of.value.scalar_type()));
   const Tensor grad_value = needs_value ? Kernels::sums_of(of.value) : Tensor();
-  const Tensor grad_locations = needs_locations ? empty_like_options(of.locations, sizes_of(locations)) : Tensor();
+  const Tensor grad_locations =
+      needs_locations ? empty_like_options(of.locations, sizes_of(locations)) : Tensor();
   const Tensor grad_weights = needs_weights ? empty_like_options(of.weights, sizes_of(weights)) : Tensor();
-  Kernels::backward(gradient, of.value, of.locations, of.weights, grad_value, grad_locations, grad_weights, shapes,
-                    points);
+  Kernels::backward(gradient, of.value, of.locations, of.weights, grad_value, grad_locations, grad_weights,
+                    shapes, points);
   const auto result = [](const Tensor& grad, const Tensor& term) {
     return grad.defined() ? to_dtype(grad, term.scalar_type()) : empty_like_options(term, {0});
   };

@@ -49,7 +49,8 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
   m.def(
       "deform_conv2d_backward(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, Tensor? mask, "
       "int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, bool needs_input, "
-      "bool needs_offset, bool needs_weight, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "bool needs_offset, bool needs_weight, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor, "
+      "Tensor)");
   m.def(
       "deformable_attention(Tensor value, Tensor locations, Tensor weights, int[] shapes, int[] points) -> "
       "Tensor");
