@@ -69,6 +69,11 @@ def test_initialisation_leaves_the_start_an_identity(zero_init_last):
         fan_out = module.weight[:, 0].numel()
         assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.05)
     assert not any(module.gamma.any() for module in attention)
+    for module in attention:  # by the module's own rule, which timm's loop over every convolution overwrites
+        drawn = GeneralizedAttention2d(module.in_channels, 8, "0010").state_dict()
+        for key, weight in module.state_dict().items():
+            if weight.dim() > 1:
+                assert weight.std().item() == pytest.approx(drawn[key].std().item(), rel=0.1), key
 
 
 def test_options_reach_the_blocks():
