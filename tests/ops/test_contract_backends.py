@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ ONE_EACH = ["global_attention", "sequence_attention", "criss_cross_attention, co
 IN_TRITON = [n for n in EXAMPLES if n.startswith(("global_attention", "sequence_attention")) or n == ONE_EACH[2]]
 ATTENTION = [n for n in EXAMPLES if "attention" in n and "deformable" not in n and "prefix" not in n]
 Row = tuple[str, "str | None", str, torch.dtype]
+THERE = {"cpu": library.has_kernel("cpu"), "torchvision": find_spec("torchvision") is not None}
 
 
 def plain_backends(name: str) -> list[str]:
-    """Return the CPU's kernels, where they are compiled, and the last of the table, which refuses nothing."""
+    """Return backends for CPUs: kernels that are compiled, and the last of the table, which refuses nothing."""
     names = [row.name for row in operators[name.split(",")[0].replace("1d", "2d")].table]
-    return [*(["cpu"] if "cpu" in names and library.has_kernel("cpu") else []), names[-1]]
+    return [*(n for n in names if THERE.get(n)), names[-1]]
 
 
 def rows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ WORDS = (
     "the CUDA binary has no code for Ancient 7 of compute capability 6.1 (no kernel image is available for execution "
     "on the device): reinstall with TORCH_CUDA_ARCH_LIST=6.1 to compile it"
 )
+BORROWED = "torchvision's kernels" if find_spec("torchvision") else "its PyTorch implementation"
 
 
 @pytest.fixture
@@ -61,8 +63,8 @@ def test_what_serves_instead_is_logged_once(gpus, caplog):
             options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 1.0)
             backends.choose("window_attention", ATTEND.table, WindowTerms(*window[:4]), options)
     assert [record.getMessage() for record in caplog.records] == [
-        f"attn_plugins computes {name} on cuda with its PyTorch implementation: {WORDS}"
-        for name in ("deform_conv2d", "window_attention")
+        f"attn_plugins computes deform_conv2d on cuda with {BORROWED}: {WORDS}",
+        f"attn_plugins computes window_attention on cuda with its PyTorch implementation: {WORDS}",
     ]
 
 

@@ -21,7 +21,11 @@ from torch import Tensor
 logger = logging.getLogger("attn_plugins")
 REFERENCE = "reference"
 Gradients = dict[str, Tensor | None]  # by the names of the terms
-_SERVING = {"eager": "its PyTorch implementation", "triton": "its Triton kernels"}
+_SERVING = {
+    "eager": "its PyTorch implementation",
+    "triton": "its Triton kernels",
+    "torchvision": "torchvision's kernels",
+}
 
 
 def never(terms: Any, options: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.arguments import check_dim, check_tensors, expand
 from ..common.operator import Operator
-from . import cpu, cuda, eager
+from . import cpu, cuda, eager, torchvision
 from .operands import Options, Terms
 
 
@@ -191,7 +191,7 @@ CONVOLVE = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=eager.forward,
-    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, torchvision.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
     shared=("weight", "bias"),

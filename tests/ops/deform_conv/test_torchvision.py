@@ -1,0 +1,206 @@
+"""Deformable convolution by torchvision's kernels, on CUDA where there is a device, else forced on the CPU."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import pytest
+import torch
+
+from attn_plugins.ops import backend, deform_conv1d, deform_conv2d, explain
+from attn_plugins.ops.common import library
+from attn_plugins.ops.common.backends import Failure
+from attn_plugins.ops.deform_conv import torchvision as by_torchvision
+from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
+from attn_plugins.ops.deform_conv.operands import Options, Terms
+from tests.helpers.operator_checks import deterministic_mode, relative_error
+from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, through_reference
+
+pytest.importorskip("torchvision")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BOUNDS = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+NAN = math.nan
+
+
+def moved(operands: dict, dtype: torch.dtype | None = None) -> dict:
+    return {n: t.to(DEVICE, dtype) if torch.is_tensor(t) else t for n, t in operands.items()}
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """Let torchvision serve everywhere, as on a device without our binary, without an instruction to do so."""
+    monkeypatch.setattr(CONVOLVE, "table", [by_torchvision.BACKEND._replace(refuses=lambda terms, options: None)])
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_equals_the_reference(name, masked, dtype):
+    operands = moved(make(GEOMETRIES[name], masked=masked), dtype)
+    expected = gradients(through_reference, moved(operands, torch.float64))
+    with backend("torchvision"):
+        actual = gradients(deform_conv2d, operands)
+    for ours, wanted in zip(actual, expected):
+        assert ours.dtype == dtype
+        assert relative_error(ours, wanted) < BOUNDS[dtype]
+
+
+def test_half_positions_are_exact_on_wide_maps():
+    """torchvision's kernel of float16 is 1 % off here."""
+    operands = moved(make((1, 4, 3, 200, 4, (3, 3), 1, 1, 1, 1, 1)), torch.float16)
+    expected = through_reference(**moved(operands, torch.float64))
+    with backend("torchvision"):
+        assert relative_error(deform_conv2d(**operands), expected) < 5e-4
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts_are_those_of_fake_tensors(layout, dtype):
+    """Else a compiled graph would read the results wrongly."""
+    operands = moved(make(GEOMETRIES["wide"]), dtype)
+    options = Options((1, 1), (1, 1), (1, 1), 2, 3)
+    tensors = {n: operands[n] for n in Terms._fields}
+    for name in ("input", "offset", "mask", "weight"):
+        tensors[name] = tensors[name].contiguous(memory_format=layout)
+    terms = Terms(**tensors)
+    with backend("torchvision"):
+        output = CONVOLVE._forward(*terms, *options)
+        grads = CONVOLVE._backward(output, *terms, *options, [True] * 5)
+    assert output.stride() == CONVOLVE.fake(terms, options)[0].stride()
+    for grad, fake in zip(grads, CONVOLVE._gradients(terms, [True] * 5)):
+        assert (grad.shape, grad.stride(), grad.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+@pytest.mark.parametrize("name", ["wide", "groups cut offset groups"])
+def test_the_derivative_at_a_pixel_and_on_the_edge_is_that_to_its_right(name):
+    operands = moved(make(GEOMETRIES[name]))
+    for offset in (operands["offset"].round(), torch.zeros_like(operands["offset"])):
+        some = {**operands, "offset": offset}
+        with backend("torchvision"):
+            actual = gradients(deform_conv2d, some)
+        for ours, wanted in zip(actual, gradients(through_reference, some)):
+            assert relative_error(ours, wanted) < 1e-12
+
+
+@pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
+def test_nan_offsets(row, column):
+    """They read NaN on GPUs, with the reference's gradients, and are refused on CPUs."""
+    operands = moved(make(GEOMETRIES["wide"], spread=0.3))
+    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column], device=DEVICE).view(2, 1)
+    with backend("torchvision"):
+        if DEVICE == "cpu":
+            with pytest.raises(ValueError, match="offset has a NaN, for which torchvision's kernels for CPUs read"):
+                deform_conv2d(**operands)
+            return
+        actual = gradients(deform_conv2d, operands)
+    for ours, wanted in zip(actual, gradients(through_reference, operands)):
+        torch.testing.assert_close(ours, wanted, equal_nan=True)
+
+
+def test_gradients_of_nan_offsets_are_those_of_the_definition():
+    """torchvision's are finite along the axis that is NaN, from pixels that the definition does not read."""
+    offset = torch.tensor([1.0, NAN, NAN, 2.0])
+    given = by_torchvision.without_nowhere(torch.tensor([3.0, 5.0, NAN, NAN]), offset)
+    torch.testing.assert_close(given, torch.tensor([3.0, 0.0, NAN, NAN]), equal_nan=True)
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------
+
+
+def test_both_orders_of_gradients(serving):
+    operands = moved(make((1, 4, 3, 4, 2, (2, 3), 1, 1, 1, 2, 2), spread=0.3))
+    names = [n for n in Terms._fields if operands[n] is not None]
+
+    def function(*tensors):
+        return deform_conv2d(**{**operands, **dict(zip(names, tensors))})
+
+    leaves = [operands[n].requires_grad_() for n in names]
+    assert torch.autograd.gradcheck(function, leaves, fast_mode=True, nondet_tol=1e-10)
+    assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, nondet_tol=1e-10)
+
+
+def test_functorch(serving):
+    operands = moved(make(GEOMETRIES["wide"]))
+    expected = gradients(through_reference, operands)[1]
+    grad = torch.randn(expected.shape[0], 4, 5, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def loss(input):
+        return (deform_conv2d(**{**operands, "input": input}) * grad.to(DEVICE)).sum()
+
+    assert relative_error(torch.func.grad(loss)(operands["input"]), expected) < 1e-12
+    several = torch.stack([operands["input"], operands["input"] * 2])
+    for one, ours in zip(several, torch.vmap(lambda x: deform_conv2d(**{**operands, "input": x}))(several)):
+        assert relative_error(ours, through_reference(**{**operands, "input": one})) < 1e-12
+
+
+def test_one_dimension_and_no_images(serving):
+    x, offset, weight = torch.randn(2, 4, 9), torch.randn(2, 3, 9), torch.randn(6, 4, 3)
+    args = [t.to(DEVICE) for t in (x, offset, weight)]
+    output = deform_conv1d(*args, padding=1)
+    with backend("reference"):
+        assert relative_error(output, deform_conv1d(*args, padding=1)) < 2e-6
+    assert deform_conv1d(args[0][:0], args[1][:0], args[2], padding=1).shape == (0, 6, 9)
+
+
+# --- what serves --------------------------------------------------------------------------------------------------
+
+
+def on_cuda() -> dict:
+    """Arguments that hold nothing."""
+    return {n: t.to("cuda") if torch.is_tensor(t) else t for n, t in make(GEOMETRIES["wide"]).items()}
+
+
+def test_the_order_of_the_table():
+    assert [row.name for row in CONVOLVE.table] == ["cpu", "cuda", "torchvision", "eager"]
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+def test_serves_cuda_where_no_binary_does(monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    missing = "there is no _C_cuda binary"
+    refusal = library.refusal
+    monkeypatch.setattr(
+        library, "refusal", lambda device, kind: Failure(missing) if kind == "cuda" else refusal(device, kind)
+    )
+    with FakeTensorMode():
+        choice = explain(deform_conv2d, **on_cuda())
+        assert choice.serves == "torchvision"
+        assert choice.refusals["cuda"] == missing
+        monkeypatch.setattr(by_torchvision, "_missing", lambda key: "torchvision is not installed")
+        choice = explain(deform_conv2d, **on_cuda())
+        assert choice.serves == "eager"
+        assert choice.refusals["torchvision"] == "torchvision is not installed"
+
+
+def test_refusals(monkeypatch):
+    operands = make(GEOMETRIES["wide"])
+    choice = by_torchvision.refuses(Terms(*(operands[n] for n in Terms._fields)), None)
+    assert choice == "it serves CUDA, and the tensors are on cpu"
+    terms = Terms(*(moved(operands)[n] for n in Terms._fields))
+    with backend("torchvision"):
+        assert by_torchvision.refuses(terms, None) is None
+        with deterministic_mode():
+            assert by_torchvision.BACKEND.refuses_backward(terms, None) == "its backward is not deterministic"
+    assert by_torchvision._missing("MTIA") == "this torchvision has no deform_conv2d for MTIA"
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("raise ImportError", "torchvision is not installed"),
+        ("raise RuntimeError('of another torch')", "torchvision does not load: of another torch"),
+    ],
+)
+def test_a_torchvision_that_does_not_load_is_named(source, words, monkeypatch, tmp_path):
+    (tmp_path / "torchvision.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "torchvision")
+    assert by_torchvision._missing.__wrapped__("CUDA") == words
+
+
+def test_a_torchvision_without_its_binary_is_named(python):
+    code = "from attn_plugins.ops.deform_conv import torchvision; print(torchvision._missing('CUDA'))"
+    stdout = python(code, packages={"torchvision/__init__.py": ""}).stdout
+    assert stdout.strip() == "this torchvision has no deform_conv2d for CUDA"
