@@ -78,7 +78,7 @@ def check(some: Example, backend: str | None, dtype: torch.dtype) -> dict[str, T
     return actual
 
 
-HALVES_IN_TRITON = [(n, dtype) for n in ONE_EACH for dtype in (HALF, BRAIN)]
+HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN)))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,11 @@ def test_logits_broadcast(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)
     B, M = some.tensors["value"].shape[:2]
     queries = dict(global_attention=(2, 3), sequence_attention=(2,)).get(name.split(",")[0], ())
-    for axes in ((0,), (1,), (0, 1), *([queries] if queries and "query" in some.tensors else [])):
+    for axes in (
+        (0, 1),
+        *([] if backend == "triton" else [(0,), (1,)]),
+        *([queries] if queries and "query" in some.tensors else []),
+    ):
         shared, spread = dict(some.tensors), dict(some.tensors)
         for n, logits in some.tensors.items():
             if "logits" in n and not (axes == queries and n == "key_logits"):
@@ -308,9 +312,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "misaligned": lambda t: torch.cat((t.new_zeros(1), t.flatten()))[1:].view(t.shape),
 }
 TRITONS = {
-    "global_attention": ["every second", "crop", "one for all"],
-    "sequence_attention": ["heads innermost", "every second", "batch innermost"],
-    "criss_cross_attention, content": ["channels second", "last two axes exchanged", "misaligned"],
+    "global_attention": ["crop", "one for all"],
+    "sequence_attention": ["heads innermost", "every second"],
+    "criss_cross_attention, content": ["channels second", "misaligned"],
 }
 
 
@@ -332,7 +336,7 @@ def test_views_give_what_copies_give(name, backend, device, dtype):
 def test_only_wanted_gradients(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)
     expected = results(some)
-    for wanted in some.floats():
+    for wanted in list(some.floats())[:: 2 if backend == "triton" else 1]:
         leaves = {n: t.detach().clone().requires_grad_(n == wanted) for n, t in some.tensors.items()}
         with forced(backend), Calls() as recorded:
             actual = differentiate(some.call, leaves)

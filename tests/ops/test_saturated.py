@@ -76,7 +76,7 @@ CASES = [
     (operator, keys, size, [torch.float32, *HALVES][(n + k) % 3], [None, "eager"][(n + k) // 3 % 2])
     for operator in CALLS
     for n, (keys, size) in enumerate(itertools.product([1, 2, 8, 64], [1, 30, 1000]))
-    for k in ((0, 1, 2, 3) if size == 1000 else (n % 6,))
+    for k in ((0, 1, 5) if size == 1000 else (n % 6,))
 ]
 
 
@@ -89,8 +89,10 @@ def test_errors_are_those_of_the_definition(operator, keys, size, dtype, backend
 # 64 keys of criss-cross attention take the interpreter minutes; its kernels take content in halves alone.
 SLOW = pytest.mark.slow
 INTERPRETED = [
-    (global_attention, 8, torch.float16, True, 1000), (global_attention, 2, torch.float32, True, 30),
-    (sequence_attention, 8, torch.bfloat16, True, 1000), (sequence_attention, 1, torch.float32, True, 1),
+    (global_attention, 8, torch.float16, True, 1000),
+    pytest.param(global_attention, 2, torch.float32, True, 30, marks=SLOW),
+    (sequence_attention, 8, torch.bfloat16, True, 1000),
+    pytest.param(sequence_attention, 1, torch.float32, True, 1, marks=SLOW),
     (sequence_attention, 2, torch.float16, False, 1000),  # not by the kernel of windows
     (criss_cross_attention, 2, torch.float16, True, 1000),
     pytest.param(criss_cross_attention, 8, torch.bfloat16, True, 1000, marks=SLOW),

@@ -37,7 +37,7 @@ def test_lines_of_one_place(size):
     check(ATTEND, terms(size), RECOMPUTE)
 
 
-@pytest.mark.parametrize("size", [(18, 1), (2, 18)])
+@pytest.mark.parametrize("size", [(18, 1), pytest.param((2, 18), marks=pytest.mark.slow)])
 def test_several_blocks(size, small_blocks):
     check(ATTEND, terms(size, d=17, dv=18), RECOMPUTE)
 

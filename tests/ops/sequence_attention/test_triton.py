@@ -60,7 +60,8 @@ def small_tiles(monkeypatch):
         (ALL, True, 17, False),
         (ALL, False, 9, True),
         (TERMS[-1], True, 17, True),
-        *((terms, n % 2 == 1, 9, n % 3 == 0) for n, terms in enumerate(TERMS[1:8:2])),
+        *(pytest.param(terms, n % 2 == 1, 9, n % 3 == 0, marks=pytest.mark.slow)
+          for n, terms in enumerate(TERMS[1:8:2])),
     ],
 )  # fmt: skip
 def test_terms(terms, causal, start, segments, small_tiles):
@@ -100,7 +101,12 @@ def test_sizes(T, S, K, d, dv, start, causal):
 
 @pytest.mark.parametrize(
     "S, shared, dtype",
-    [(40, 1, torch.bfloat16), (41, 0, torch.float32), (41, 2, torch.float16), (40, None, torch.float32)],
+    [
+        (40, 1, torch.bfloat16),
+        (41, 2, torch.float16),
+        pytest.param(41, 0, torch.float32, marks=pytest.mark.slow),
+        pytest.param(40, None, torch.float32, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_tiles):

@@ -306,7 +306,6 @@ def test_the_lowest_logits_are_not_masks(compute, dtype):
     assert error(output, expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.sampled(12)
 @saturated.SIZES
 @pytest.mark.parametrize("keys", [1, 2, 8, 64])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
