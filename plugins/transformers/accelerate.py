@@ -56,6 +56,7 @@ def accelerate(model: nn.Module) -> list[str]:
         vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
         kind: Any = type(module)
         module.__class__ = derived(kind)
+        module.exchange()  # type: ignore[operator]
     return list(found)
 
 
@@ -63,9 +64,21 @@ class Accelerated(nn.Module):
     """Mixin of the derived classes, which are made at run time: instances are copied and pickled by the stock class."""
 
     stock: type
+    kept: tuple[str, Any, Any] | None  # an attribute that holds a function, the stock function, and ours
+
+    def exchange(self) -> None:
+        """Put our function in the attribute that holds the stock one."""
+        if self.kept is not None and vars(self).get(self.kept[0]) is self.kept[1]:
+            vars(self)[self.kept[0]] = self.kept[2]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _empty, (self.stock,), self.__dict__
+        name, stock, ours = self.kept or (None, None, None)
+        state = {key: stock if key == name and held is ours else held for key, held in vars(self).items()}
+        return _empty, (self.stock,), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.exchange()
 
 
 @functools.cache
@@ -75,25 +88,12 @@ def derived(layer: Any) -> type:
     assert place is not None
     function = stock_of(held_by(place, layer))
     ours: Any = replacement(place, function)
+    namespace: dict[str, Any] = dict(stock=layer, kept=None, __module__=__name__)
     if place.attribute is not None:
-        ours = _exchanged(place.attribute, function, ours)
-    elif place.function is not None:
-        ours = calling(layer.forward, place.function, ours)
-    namespace = {"stock": layer, "__module__": __name__, place.attribute or "forward": ours}
+        namespace["kept"] = place.attribute, function, ours
+    else:
+        namespace["forward"] = ours if place.function is None else calling(layer.forward, place.function, ours)
     return type(f"Accelerated{layer.__name__}", (Accelerated, layer), namespace)
-
-
-def _exchanged(name: str, stock: Any, ours: Any) -> property:
-    """Return an attribute that reads ``ours`` where the instance holds ``stock``; other functions are kept."""
-
-    def read(self: Any) -> Any:
-        held = self.__dict__[name]
-        return ours if held is stock else held
-
-    def write(self: Any, function: Any) -> None:
-        self.__dict__[name] = function
-
-    return property(read, write)
 
 
 def _empty(layer: type) -> nn.Module:

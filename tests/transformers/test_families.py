@@ -152,7 +152,7 @@ def precise(value: Any) -> Any:
 
 # Families of which stock does not compile or export some part, for a reason of its own.
 CHECKED_BY_VALUES = {"rt_detr_v2", "d_fine", "deimv2", "oneformer"}
-NOT_COMPILED = {"d_fine", "deimv2"}
+NOT_COMPILED: set[str] = set()
 NOT_EXPORTED = {"omdet_turbo"}
 
 
