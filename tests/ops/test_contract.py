@@ -154,10 +154,11 @@ def test_autocast(name, device):
     assert_close(actual, expected, 3e-2)
 
 
+QUICK = ("global_attention", "sequence_attention", "deform_conv2d")
+
+
 @every_device
-@pytest.mark.parametrize(
-    "name", [*OPERATORS[:5], *(pytest.param(name, marks=pytest.mark.slow) for name in OPERATORS[5:])]
-)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
 def test_compiled_to_one_graph(name, device):
     """Outputs and gradients are those of eager mode, for any size."""
     torch._dynamo.reset()
@@ -246,7 +247,7 @@ def test_forward_mode_is_refused(name, device):
         assert torch.func.jvp(function, (x,), (x,))[1].abs().sum() > 0
 
 
-@every_example
+@every_operator
 def test_threads_change_nothing(name):
     some = example(name, "large")
     by_threads = []

@@ -55,7 +55,7 @@ def by_row(*args, **kwargs):
 
 def drawn(name: str, backend: str | None, device: str, dtype: torch.dtype, size="small", **extents) -> Example:
     if backend == "triton" and device == "cpu" and not extents:
-        size, extents = "tiny", {} if name.startswith("criss_cross") else dict(B=2)
+        size, extents = "tiny", dict(map=(2, 3)) if name.startswith("criss_cross") else dict(B=2)
     return example(name, size, device, dtype, **extents)
 
 
