@@ -25,6 +25,7 @@ OTHERS: dict[str, tuple[str, dict]] = {
 
 def models(kind: str) -> tuple[nn.Module, nn.Module]:
     """Return timm's model and ours, with equal outputs."""
+    torch.manual_seed(0)
     if kind.startswith("vit"):
         ours = build(kind.split()[1], dynamic_img_size=True)
         stock = build(None, dynamic_img_size=True)
@@ -39,6 +40,8 @@ def models(kind: str) -> tuple[nn.Module, nn.Module]:
     for key, parameter in stock.named_parameters():
         if parameter.dim() > 1 or "bias" in key:
             nn.init.normal_(parameter, std=0.2 if kind != "resnet" else 0.02)
+        elif "norm" in key:  # 0 at initialisation in Swin V2's blocks, which would hide the attention
+            nn.init.uniform_(parameter, 0.5, 1.5)
     ours.load_state_dict(stock.state_dict(), strict=kind != "resnet")
     if kind in ("swin", "swinv2", "sam", "mvit"):
         accelerate(ours)
@@ -82,8 +85,13 @@ def image(kind: str) -> Tensor:
 KINDS = ["vit attn1000", "vit attn1111", "vit attn_bilateral", "timesformer", "mvit", *OTHERS, "our swin", "our swinv2"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("change", [adapted, quantised, offloaded])
+# timm's Swin V2 reads the weight of its projection. If it is offloaded, that is memory that nobody has written, also
+# after `accelerate`, which lets timm's code run where a ``forward`` is replaced.
+CASES = [(kind, change) for kind in KINDS for change in (adapted, quantised, offloaded)]
+CASES.remove(("swinv2", offloaded))
+
+
+@pytest.mark.parametrize("kind, change", CASES)
 @torch.no_grad()
 def test_ours_work_where_timms_do(kind, change):
     stock, ours = models(kind)
@@ -91,12 +99,12 @@ def test_ours_work_where_timms_do(kind, change):
     plain = stock(x)
     scale = plain.abs().max().item()
     torch.testing.assert_close(ours(x), plain, rtol=1e-3, atol=1e-4 * scale)
-    if "swinv2" in kind and change is not offloaded:  # timm reads the weight of its projection
+    if "swinv2" in kind and change is not offloaded:
         with pytest.raises((AttributeError, TypeError), match="weight"):
             change(stock)(x)
         assert change(ours)(x).isfinite().all()
         return
-    expected = change(stock)(x)
+    expected = plain if change is offloaded else change(stock)(x)
     # A number between two steps of quantisation may round to either.
     tolerance = (expected - plain).abs().max().item() if change is quantised else 1e-4 * scale
     torch.testing.assert_close(change(ours)(x), expected, rtol=1e-3, atol=tolerance)
