@@ -41,20 +41,17 @@ def test_without_triton(monkeypatch):
         assert triton_launch.refusal(torch.zeros(1)) == "Triton is not installed"
 
 
-def test_without_a_compiler(monkeypatch):
-    monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
-    monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
-    monkeypatch.delenv("CC", raising=False)
-    assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
-
-
-def test_without_the_headers_of_python(monkeypatch, tmp_path):
+def test_reasons(monkeypatch, tmp_path):
+    """No compiler, or no headers of Python."""
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
     monkeypatch.setenv("CC", "gcc")
     assert triton_launch._no_compiler.__wrapped__() is None
     monkeypatch.setattr(triton_launch.sysconfig, "get_path", lambda name: str(tmp_path))
     reason = triton_launch._no_compiler.__wrapped__()
     assert reason == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
+    monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC")
+    assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
 
 
 @pytest.mark.slow

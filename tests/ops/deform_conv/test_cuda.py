@@ -59,31 +59,14 @@ def poisoned(function):
 
 
 @cuda
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", ["channels last", "window", "transposed", "misaligned"])
-def test_layouts(layout, dtype):
-    operands = on_cuda(make(CASES["vectors"], dtype=dtype))
-    expected = gradients(through_reference, exact(operands))
+def test_the_output_has_the_memory_format_of_the_input():
+    operands = on_cuda(make(CASES["vectors"], dtype=torch.float32))
     x = operands["input"]
-    if layout == "channels last":
-        operands["input"] = x.to(memory_format=torch.channels_last)
-    elif layout == "window":
-        wide = torch.full((2, 70, 21, 29), float("nan"), dtype=dtype, device="cuda")
-        wide[:, 3:67, 2:19, 4:27] = x
-        operands["input"] = wide[:, 3:67, 2:19, 4:27]
-    elif layout == "transposed":
-        operands = {
-            k: v.mT.contiguous().mT if isinstance(v, Tensor) and v.dim() == 4 and k != "weight" else v
-            for k, v in operands.items()
-        }
-    else:
-        shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view(2, 17, 23, 64).permute(0, 3, 1, 2)
-        operands["input"] = shifted.copy_(x)
-    results = gradients(deform_conv2d, operands)
-    last = layout in ("channels last", "misaligned")
-    assert results[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-    for a, b in zip(results, expected):
-        assert relative_error(a, b) < DTYPES[dtype]
+    shifted = torch.empty(x.numel() + 1, device="cuda")[1:].view(2, 17, 23, 64).permute(0, 3, 1, 2).copy_(x)
+    for source in (x, x.mT.contiguous().mT, x.to(memory_format=torch.channels_last), shifted):
+        last = source.is_contiguous(memory_format=torch.channels_last)
+        output = deform_conv2d(**{**operands, "input": source})
+        assert output.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 @cuda
@@ -120,15 +103,6 @@ def test_numbers_beyond_the_map_and_no_numbers(value, dtype):
     expected = gradients(through_reference, exact(operands))
     for result, wanted in zip(gradients(deform_conv2d, operands), expected):
         assert same_where_finite(result, wanted, DTYPES[dtype])
-
-
-@cuda
-def test_infinite_pixels_stay_where_they_are():
-    operands = on_cuda(make(GEOMETRIES["square"]))
-    operands["input"][:, :, 0, 0] = float("inf")
-    finite = torch.isfinite(deform_conv2d(**operands))
-    expected = torch.isfinite(through_reference(**exact(operands)))
-    assert torch.equal(finite, expected)
 
 
 @cuda
