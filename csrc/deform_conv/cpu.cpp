@@ -2,6 +2,7 @@
 // divide the output pixels among themselves, and for input gradients the images and slices of channels. There
 // are no atomics, so the result does not depend on the number of threads.
 #include "common/bfloat16.h"
+#include "common/onednn.h"
 #include "common/transpose.h"
 #include "cpu_sampling.h"
 
@@ -123,6 +124,10 @@ struct CpuKernels {
     return std::clamp<int64_t>(pixels / std::max<int64_t>(1, g.Ho * g.Wo), 1, std::max<int64_t>(1, g.N));
   }
   static constexpr bool columns_replace_gradients = false;
+
+  static void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+    if (!attn_plugins::onednn_mm_out(out, a, b)) attn_plugins::mm_out(out, a, b);
+  }
 
   static ScalarType compute_type(const Tensor& t) {
     const ScalarType type = t.scalar_type();

@@ -24,6 +24,8 @@ struct CudaKernels {
   // One buffer instead of two halves the memory and the cache that a block needs.
   static constexpr bool columns_replace_gradients = true;
 
+  static void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) { attn_plugins::mm_out(out, a, b); }
+
   // Approximate number of output pixels per GEMM. The tiles of the GEMM should fill the chip: with tiles of
   // 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 / out_channels pixels, and a last
   // wave that is not full costs less, the more there are. Four take the time from 2.1 ms to 1.85 ms for 16

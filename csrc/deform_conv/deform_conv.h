@@ -93,9 +93,10 @@ inline Tensor repeated(const Tensor& t, int64_t count) {
 }
 
 // out = a @ b, for matrices or batches of one matrix per group.
-inline void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+template <class Kernels>
+void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   if (a.dim() == 2) {
-    mm_out(out, a, b);
+    Kernels::mm_out(out, a, b);
   } else {
     bmm_out(out, a, b);
   }
@@ -133,6 +134,7 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 // once, and each chunk into blocks of output pixels, whose columns stay in cache.
 //
 // A `Kernels` class provides:
+//   static void mm_out(out, a, b)                    out = a @ b, for matrices
 //   static int64_t images_per_chunk(g, element_bytes)
 //   static int64_t block_pixels(g, element_bytes)    for the geometry g of a chunk
 //   static constexpr bool columns_replace_gradients
@@ -190,7 +192,7 @@ void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const
     Kernels::sample(g, input, offset, mask, columns, start, length);
     const Tensor rows = length == g.pixels() ? output : narrowed(output, 0, start, length);
     if (g.groups == 1) {
-      mm_out(rows, columns, weight);
+      Kernels::mm_out(rows, columns, weight);
     } else {
       copy_to(group_rows(output, start, length, g), torch::stable::matmul(columns, weight));
     }
@@ -223,7 +225,7 @@ void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, con
       const Tensor& columns = memory.resize(input, matrix_count, length, width);
       Kernels::sample(g, input, offset, mask, columns, n * pixels + start, count * length);
       const Tensor out = length == pixels ? image : narrowed(image, -1, start, length);
-      product_out(out, count == together ? factors : weights(count), transposed(columns));
+      product_out<Kernels>(out, count == together ? factors : weights(count), transposed(columns));
     }
   }
 }
@@ -305,7 +307,7 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
     Tensor grad_columns, columns;
     if (needs_columns) {
       grad_columns = sums.grad_columns.resize(input, g.groups, length, width);
-      product_out(grad_columns, grad_rows, weight);
+      product_out<Kernels>(grad_columns, grad_rows, weight);
     }
     if (needs_weight) {
       const bool replace = Kernels::columns_replace_gradients && needs_columns;
@@ -321,7 +323,7 @@ void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBa
     const bool first = !sums.grad_weight.defined();
     Tensor& product = first ? sums.grad_weight : sums.part;
     if (!product.defined()) product = empty_like_options(weight, sizes_of(weight));
-    product_out(product, transposed(grad_rows), columns);
+    product_out<Kernels>(product, transposed(grad_rows), columns);
     if (first) continue;
     sums.grad_weight = to_dtype(sums.grad_weight, Kernels::accumulate_type(weight));
     Kernels::accumulate(sums.grad_weight, sums.part);

@@ -1,0 +1,46 @@
+// Matrix products of float by oneDNN, for CPU operators. plugins/ops/common/onednn.py has the rule and its
+// reason.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "common/tensor_ops.h"
+
+namespace attn_plugins {
+
+// True on AMD processors, unless the environment says ATTN_PLUGINS_ONEDNN=0.
+inline bool onednn_is_faster() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  static const bool faster = [] {
+    const char* wanted = std::getenv("ATTN_PLUGINS_ONEDNN");
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") && !(wanted && std::strcmp(wanted, "0") == 0);
+  }();
+  return faster;
+#else
+  return false;
+#endif
+}
+
+// out = a @ b, if this returns true; nothing has happened otherwise. Some builds of PyTorch have no oneDNN.
+inline bool onednn_mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
+  constexpr int64_t kWork = 4'000'000;
+  if (!onednn_is_faster() || a.scalar_type() != ScalarType::Float) return false;
+  if (a.size(0) * a.size(1) * b.size(1) < kWork) return false;
+  std::array<StableIValue, 6> stack{
+      torch::stable::detail::from(a),
+      torch::stable::detail::from(transposed(b)),
+      torch::stable::detail::from(std::optional<Tensor>()),
+      torch::stable::detail::from(std::string("none")),
+      torch::stable::detail::from(std::vector<std::optional<double>>()),
+      torch::stable::detail::from(std::optional<std::string>("")),
+  };
+  if (torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack.data(), TORCH_ABI_VERSION)) return false;
+  copy_to(out, torch::stable::detail::to<Tensor>(stack[0]));
+  return true;
+}
+
+}  // namespace attn_plugins
