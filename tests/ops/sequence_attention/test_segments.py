@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import reference
+from attn_plugins.ops import reference, sequence_attention
 from tests.ops.sequence_attention.operands import TERMS, attend, gradients, operands, padding
 from tests.ops.sequence_attention.test_sequence_attention import path  # noqa: F401
-from tests.ops.sequence_attention.test_triton import small_tiles  # noqa: F401
 
 
 def drawn(n: int, S: int, segments: int = 3, seed: int = 0) -> Tensor:
@@ -48,3 +47,16 @@ def test_every_path_is_the_formula(terms, causal, start, masked):
         grad = torch.randn_like(expected)
         for one, right in zip(gradients(output, arguments, grad), gradients(expected, arguments, grad)):
             torch.testing.assert_close(one, right)
+
+
+@pytest.mark.usefixtures("path")
+def test_a_range_within_segments():
+    arguments = operands((True, True, False, False), T=6, S=40, B=2, grad=False)
+    outside = torch.full((1, 1, 1), float("-inf"), dtype=torch.float64)
+    ids = drawn(2, 40, 2)
+    query, key, value, band, _, _ = arguments
+    expected = by_pairs((query, key, value, band, outside, None), ids, None, 1, False, 0.7)
+    output = sequence_attention(
+        query, key, value, band_logits=band, outside_logits=float("-inf"), scale=0.7, start=1, segment_ids=ids
+    )
+    torch.testing.assert_close(output, expected)
