@@ -40,8 +40,7 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
 
     Args:
         model: A model of timm, or a module that contains one.
-        onednn: Also call :func:`attn_plugins.ops.use_onednn`, by which the linear layers of the process take half of
-            their time on AMD processors.
+        onednn: Also call :func:`attn_plugins.ops.use_onednn` for the float32 products of the process.
 
     Returns:
         The names of the replaced modules, which are the blocks in case of Swin. Empty if all were replaced before.

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import nn
 
+from ..ops import use_onednn
 from .places import Place, calling, held_by, place_of, replacement, stock_of
 
 
-def accelerate(model: nn.Module) -> list[str]:
+def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace multi-scale deformable attention of a model by this package's operator, in place.
 
     Supported are the families of Hugging Face transformers that have it (Deformable DETR, RT-DETR and v2, D-FINE,
@@ -31,6 +32,7 @@ def accelerate(model: nn.Module) -> list[str]:
 
     Args:
         model: A model, or a module that contains one.
+        onednn: Also call :func:`attn_plugins.ops.use_onednn` for the float32 products of the process.
 
     Returns:
         The names of the replaced modules. Empty if all were replaced before.
@@ -57,6 +59,8 @@ def accelerate(model: nn.Module) -> list[str]:
         kind: Any = type(module)
         module.__class__ = derived(kind)
         module.exchange()  # type: ignore[operator]
+    if onednn:
+        use_onednn()
     return list(found)
 
 

@@ -7,7 +7,8 @@
 replaces the ``forward`` of each family's ``MultiScaleDeformableAttention``, or its function
 ``multi_scale_deformable_attention`` or ``multi_scale_deformable_attention_v2``: now in the modules that are imported,
 and in the others when they are. Models that exist change as well, except for D-FINE and DEIMv2, whose layers keep the
-function of their construction; use :func:`attn_plugins.transformers.accelerate` for these.
+function of their construction; use :func:`attn_plugins.transformers.accelerate` for these. Also calls
+:func:`attn_plugins.ops.use_onednn`.
 
 If an imported module holds other code under these names, nothing is replaced and an error is raised.
 """
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ..autoload import after_import
+from ..ops import use_onednn
 from .places import PLACES, Place, replacement, stock_of
 
 
@@ -30,6 +32,7 @@ def replace() -> None:
             _check(sys.modules[name], place)
     for name in families:
         after_import(name, _replace)
+    use_onednn()
 
 
 def _held(module: ModuleType, place: Place) -> Any:
