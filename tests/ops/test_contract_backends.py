@@ -23,8 +23,9 @@ from tests.ops.test_contract import BOUNDS, FIRST, Calls, assert_close, differen
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 SINGLE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
-ONE_EACH = ["global_attention", "sequence_attention", "criss_cross_attention, content"]  # of Triton's
-IN_TRITON = [n for n in EXAMPLES if n.startswith(("global_attention", "sequence_attention")) or n == ONE_EACH[2]]
+ATTEND_IN_TRITON = ["global_attention", "sequence_attention", "criss_cross_attention, content"]
+ONE_EACH = [*ATTEND_IN_TRITON, "deformable_attention"]  # of Triton's
+IN_TRITON = [n for n in EXAMPLES if n.startswith(("global_attention", "sequence_attention")) or n in ONE_EACH[2:]]
 ATTENTION = [n for n in EXAMPLES if "attention" in n and "deformable" not in n and "prefix" not in n]
 Row = tuple[str, "str | None", str, torch.dtype]
 THERE = {"cpu": library.has_kernel("cpu"), "torchvision": find_spec("torchvision") is not None}
@@ -78,7 +79,7 @@ def check(some: Example, backend: str | None, dtype: torch.dtype) -> dict[str, T
     return actual
 
 
-HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN)))
+HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF)))
 
 
 @pytest.mark.parametrize(
@@ -237,7 +238,7 @@ def test_masks_and_extreme_logits(name, backend, device, dtype):
 WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
 
 
-@by_row(WITH_CONTENT, in_triton=ONE_EACH)
+@by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON)
 def test_scales(name, backend, device, dtype):
     """A scale of 0 makes no use of uninitialised memory, which deterministic mode fills with NaN."""
     some = drawn(name, backend, device, dtype)
@@ -250,7 +251,7 @@ def test_scales(name, backend, device, dtype):
         assert_close(dict(output=output), dict(output=expected), bound_of(backend, dtype))
 
 
-@by_row(WITH_CONTENT, dtypes=(SINGLE,), in_triton=ONE_EACH)
+@by_row(WITH_CONTENT, dtypes=(SINGLE,), in_triton=ATTEND_IN_TRITON)
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_nan_is_not_hidden(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)
@@ -315,6 +316,7 @@ TRITONS = {
     "global_attention": ["crop", "one for all"],
     "sequence_attention": ["heads innermost", "every second"],
     "criss_cross_attention, content": ["channels second", "misaligned"],
+    "deformable_attention": ["crop", "misaligned"],
 }
 
 

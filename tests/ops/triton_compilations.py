@@ -14,6 +14,7 @@ from attn_plugins.ops import backend
 from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
+from attn_plugins.ops.deformable_attention import deformable_attention as deformable
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
 from tests.helpers.idle_device import idle_device
@@ -46,12 +47,26 @@ def maps(queries: tuple[int, int], keys: tuple[int, int], dtype=HALF, present="1
     return everywhere(B, 4, queries, keys, 32, dtype, present)
 
 
+def pyramids(Q: int, *shapes: tuple[int, int], d=32, M=8, K=4, dtype=HALF) -> Call:
+    operator, P = deformable.ATTEND, len(shapes) * K
+    terms = operator.terms(
+        meta(2, sum(h * w for h, w in shapes), M, d, dtype=dtype), meta(2, Q, M, P, 2, dtype=dtype),
+        meta(2, Q, M, P, dtype=dtype),
+    )  # fmt: skip
+    return lambda: (operator, terms, operator.options([n for shape in shapes for n in shape], [K] * len(shapes)))
+
+
 def no_size_is_compiled_for() -> None:
     """Twenty sizes compile what one does; short queries and keys, and widths, have tiles of their own."""
     for d in (32, 24, 5):
         first, *others = [compiled_variants(crosses(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
         assert len(first) == 8
         assert all(other == first for other in others)
+
+    once = compiled_variants(pyramids(300, (50, 84), (25, 42)))
+    assert len(once) == 2
+    for call in (pyramids(1, (1, 1), (16, 16), M=1), pyramids(22223, (100, 167), (7, 3), K=8)):
+        assert compiled_variants(call) == once
 
     first, *others = [compiled_variants(sequences(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n)) for n in range(20)]
     assert all(other == first for other in others), [len(first), *map(len, others)]
@@ -87,7 +102,9 @@ def kernels_compile(capability: int) -> None:
         (sequences(512, 512, None, 0), "both"),
         (sequences(49, 49, None, 0), "both"),
         (maps((50, 84), (25, 42), torch.bfloat16), "both"),
-    ]
+        *((pyramids(300, (50, 84), (25, 42), **sizes), "both")
+          for sizes in (dict(), dict(dtype=SINGLE), dict(d=5, K=3), dict(d=200, dtype=torch.bfloat16))),
+    ]  # fmt: skip
     for call, passes in calls:
         for variant, kernel in variants(launches(*call(), passes=passes, capability=capability)).items():
             row = compiled(variant, kernel, capability)
@@ -123,6 +140,8 @@ def calls() -> Iterator[tuple]:
             ids = torch.zeros(1, H * W, dtype=torch.int32)
             options = None, 0, False, 0.5, ids if shift else None
             yield sequence_attention.ATTEND, (*flat, None, None, position), options
+            places = torch.rand(2, 6, 3, 4, 2).to(dtype)
+            yield deformable.ATTEND, (drawn(2, H * W, 3, d), places, places[..., 0].clone()), ((H, W), (4,))
             if dtype == torch.bfloat16:
                 yield criss_cross.ATTEND, (*content, None), (0.5, True)
 

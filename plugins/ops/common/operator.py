@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, triton_launch
+from . import backends, library, triton_launch
 from .arguments import autocast_dtype
 from .backends import Backend
 from .batching import mapped
@@ -97,7 +97,9 @@ class Operator:
         self._kept = [results.index(result) for result in keeps]
         self._needs_output = needs_output
         self._shared = [n for n, field in enumerate(terms._fields) if field in shared]
-        has_triton = any(backend.name == triton_launch.NAME for backend in table)
+        names = [backend.name for backend in table]
+        compiled = "cuda" in names and library.failures()["cuda"] is None  # then Triton serves next to no call
+        has_triton = triton_launch.NAME in names and not compiled
         self._of_state = terms._fields.index("value") if has_triton else None
         self._tensor_options = [
             number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
 from ..common.gradients import is_compiling
 from ..common.operator import Operator
-from . import cpu, cuda, eager, reference
+from . import cpu, cuda, eager, reference, triton
 from .operands import Options, Terms
 
 
@@ -177,7 +177,7 @@ ATTEND = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=reference.deformable_attention,
-    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
     cast=("value",),

@@ -1,0 +1,112 @@
+"""Deformable attention in Triton, where no CUDA binary serves; see :mod:`.triton_kernels`.
+
+Numbers of any precision are read as they are, multiplied and summed in float32. The value's gradient is added up in
+float32 by atomic operations, in an order that varies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..common import library, triton_launch
+from ..common.backends import Backend, Gradients
+from ..common.triton_launch import launch, power_of_two
+from .operands import Options, Terms
+
+_LONGEST = 2**31 - 1  # offset within an image
+
+
+class Block(NamedTuple):
+    """Numbers in a program's block of queries and channels, the most channels of it, and how it is compiled."""
+
+    size: int
+    channels: int
+    warps: int
+
+
+FORWARD, BACKWARD = Block(1024, 128, 2), Block(256, 128, 1)  # without spills; not timed
+
+
+def refuses(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels do not compute, or None."""
+    value, locations, weights = terms
+    if reason := triton_launch.refusal(value):
+        return reason
+    if torch.float64 in (value.dtype, locations.dtype, weights.dtype):
+        return "its kernels take no float64"
+    B, S, M, d = value.shape
+    Q, P = weights.shape[1], sum(options.points)
+    largest = max(S * M * d, Q * M * max(d, 2 * P), B * M * Q * -(-d // FORWARD.channels))
+    if largest > _LONGEST:
+        return f"an image or a grid has {largest} numbers, and its kernels count to {_LONGEST}"
+    return None
+
+
+def _launches(terms: Terms, options: Options, block: Block) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield arguments and constants of launches, each for as many levels as a kernel takes."""
+    from .triton_kernels import MOST_LEVELS
+
+    value, locations, weights = (term.contiguous() for term in terms)
+    _, S, M, d = value.shape
+    levels, pixels, points = options.levels(), 0, 0
+    sizes = dict(value=value, locations=locations, weights=weights, S=S, M=M, Q=weights.shape[1], P=sum(options.points))
+    width = min(power_of_two(d, 4), block.channels)
+    for first in range(0, len(levels), MOST_LEVELS):
+        some = levels[first : first + MOST_LEVELS]
+        arguments = dict(sizes, pixels=pixels, points=points)
+        for n in range(MOST_LEVELS):
+            rows, columns, count = some[n] if n < len(some) else (None, None, None)
+            arguments |= {f"rows_{n}": rows, f"columns_{n}": columns, f"points_{n}": count}
+        yield arguments, dict(
+            D=d, BLOCK_D=width, QUERIES=block.size // width, LEVELS=len(some), num_warps=block.warps
+        )  # fmt: skip
+        pixels += sum(rows * columns for rows, columns, _ in some)
+        points += sum(count for _, _, count in some)
+
+
+def _programs(terms: Terms, constants: dict[str, Any]) -> int:
+    B, _, M, _ = terms.value.shape
+    return B * M * -(-terms.weights.shape[1] // constants["QUERIES"])
+
+
+def forward(terms: Terms, options: Options, output: Tensor) -> None:
+    """Write the output (B, Q, M * d)."""
+    from . import triton_kernels
+
+    launches = list(_launches(terms, options, FORWARD))
+    total = output if len(launches) == 1 else torch.empty_like(output, dtype=torch.float32)
+    for number, (arguments, constants) in enumerate(launches):
+        parts = -(-constants["D"] // constants["BLOCK_D"])
+        counts = [count for name, count in arguments.items() if name.startswith("points_") and count is not None]
+        launch(
+            triton_kernels.attend, (_programs(terms, constants) * parts,), dict(arguments, output=total), **constants,
+            PARTS=parts, UNROLL=math.gcd(4, *counts), ADD=number > 0,
+        )  # fmt: skip
+    if total is not output:
+        output.copy_(total)
+
+
+def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradients) -> Gradients:
+    """Fill the gradients of locations and weights that are not None, and return that of the value."""
+    from . import triton_kernels
+
+    of_value = grads["value"]
+    if of_value is not None:
+        if of_value.dtype != torch.float32:
+            of_value = torch.empty_like(of_value, dtype=torch.float32)
+        of_value.zero_()
+    targets = dict(
+        slopes=grad_output.contiguous(), grad_value=of_value, grad_locations=grads["locations"],
+        grad_weights=grads["weights"],
+    )  # fmt: skip
+    for arguments, constants in _launches(terms, options, BACKWARD):
+        launch(triton_kernels.gradients, (_programs(terms, constants),), arguments | targets, **constants)
+    return {"value": of_value}
+
+
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, library.refuses_determinism)
