@@ -34,25 +34,27 @@ struct Levels {
   }
 };
 
-// Operands of one call; absent ones are null. All except the value are contiguous (B, Q, M, ...).
-template <typename T>
+// Operands of one call; absent ones are null. All except the value are contiguous (B, Q, M, ...). Values and
+// outputs are stored as E, locations and weights as L, and T computes.
+template <typename T, typename E, typename L>
 struct Problem {
-  View<T> value;  // (B, S, M, d)
-  const T *locations, *weights;
+  View<E> value;  // (B, S, M, d)
+  const L *locations, *weights;
   Levels<T> levels;
   int64_t B, S, M, d, Q, P, blocks;
   // With several heads, a head's rows are not contiguous; gathering from them then costs more than packing
   // them once, if there are enough samples.
   bool packs;
-  T* output = nullptr;
-  const T* grad_output = nullptr;
-  T *grad_value = nullptr, *grad_locations = nullptr, *grad_weights = nullptr;
+  E* output = nullptr;
+  const E* grad_output = nullptr;
+  T* grad_value = nullptr;
+  L *grad_locations = nullptr, *grad_weights = nullptr;
 
   Problem(const Tensor& values, const Tensor& locations, const Tensor& weights,
           const std::vector<int64_t>& shapes, const std::vector<int64_t>& points)
       : value(values),
-        locations(static_cast<const T*>(locations.data_ptr())),
-        weights(static_cast<const T*>(weights.data_ptr())),
+        locations(static_cast<const L*>(locations.data_ptr())),
+        weights(static_cast<const L*>(weights.data_ptr())),
         levels(shapes, points),
         B(values.size(0)),
         S(values.size(1)),
@@ -67,12 +69,12 @@ struct Problem {
 #define KERNEL "deformable_attention/cpu_kernel.h"
 #include "common/each_target.h"
 
-template <typename T>
+template <typename T, typename E, typename L>
 void forward(const Tensor& value, const Tensor& locations, const Tensor& weights, const Tensor& output,
              const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
-  Problem<T> p(value, locations, weights, shapes, points);
-  p.output = static_cast<T*>(output.data_ptr());
-  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  Problem<T, E, L> p(value, locations, weights, shapes, points);
+  p.output = static_cast<E*>(output.data_ptr());
+  using Range = void (*)(const Problem<T, E, L>&, int64_t, int64_t);
   const Range range = BEST(Range, forward_range);
   torch::stable::parallel_for(0, p.B * p.M * p.blocks, 1,
                               [&](int64_t begin, int64_t end) { range(p, begin, end); });
@@ -83,39 +85,49 @@ T* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? static_cast<T*>(tensor.data_ptr()) : nullptr;
 }
 
-template <typename T>
+template <typename T, typename E, typename L>
 void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations, const Tensor& weights,
               const Tensor& grad_value, const Tensor& grad_locations, const Tensor& grad_weights,
               const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
-  Problem<T> p(value, locations, weights, shapes, points);
-  p.grad_output = static_cast<const T*>(grad_output.data_ptr());
+  Problem<T, E, L> p(value, locations, weights, shapes, points);
+  p.grad_output = static_cast<const E*>(grad_output.data_ptr());
   p.grad_value = data_or_null<T>(grad_value);
-  p.grad_locations = data_or_null<T>(grad_locations);
-  p.grad_weights = data_or_null<T>(grad_weights);
-  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+  p.grad_locations = data_or_null<L>(grad_locations);
+  p.grad_weights = data_or_null<L>(grad_weights);
+  using Range = void (*)(const Problem<T, E, L>&, int64_t, int64_t);
   const Range range = BEST(Range, backward_range);
   torch::stable::parallel_for(0, p.B * p.M, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }
 
+// Returns the function for values and locations of these dtypes.
+#define FOR_DTYPES(function, values, locations)                          \
+  (values == ScalarType::Double     ? ::function<double, double, double> \
+   : values == ScalarType::Float    ? ::function<float, float, float>    \
+   : locations == ScalarType::Float ? ::function<float, BFloat16, float> \
+                                    : ::function<float, BFloat16, BFloat16>)
+
 struct CpuKernels {
-  static ScalarType compute_type(const Tensor& value) { return attn_plugins::sum_type(value); }
+  static ScalarType compute_type(const Tensor& value) {
+    return value.scalar_type() == ScalarType::BFloat16 ? ScalarType::BFloat16 : attn_plugins::sum_type(value);
+  }
   static Tensor readable(const Tensor& value) {
     return value.stride(3) == 1 ? value : attn_plugins::as_contiguous(value);
   }
   static Tensor sums_of(const Tensor& value) {
-    return attn_plugins::empty_like_options(value, attn_plugins::sizes_of(value));
+    return attn_plugins::empty_like_options(value, attn_plugins::sizes_of(value),
+                                            attn_plugins::sum_type(value));
   }
 
   template <class... Arguments>
-  static void forward(const Tensor& value, const Arguments&... arguments) {
-    auto* typed = value.scalar_type() == ScalarType::Double ? ::forward<double> : ::forward<float>;
-    typed(value, arguments...);
+  static void forward(const Tensor& value, const Tensor& locations, const Arguments&... arguments) {
+    FOR_DTYPES(forward, value.scalar_type(), locations.scalar_type())(value, locations, arguments...);
   }
 
   template <class... Arguments>
-  static void backward(const Tensor& grad_output, const Arguments&... arguments) {
-    auto* typed = grad_output.scalar_type() == ScalarType::Double ? ::backward<double> : ::backward<float>;
-    typed(grad_output, arguments...);
+  static void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations,
+                       const Arguments&... arguments) {
+    FOR_DTYPES(backward, value.scalar_type(), locations.scalar_type())
+    (grad_output, value, locations, arguments...);
   }
 };
 
