@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from ..ops.common.onnx_export import untraced
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -29,7 +31,7 @@ def operator(function: Function) -> Function:
         if torch.jit.is_tracing():
             caller = sys._getframe(1).f_locals.get("ctx")
             if hasattr(getattr(caller, "_forward_cls", None), "symbolic"):
-                with _untraced():
+                with untraced():
                     return call(*args, **kwargs)
         device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
         casts = device_type in ("cpu", "cuda")
@@ -38,16 +40,6 @@ def operator(function: Function) -> Function:
 
     OPERATORS[function.__name__] = call
     return call  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def _untraced() -> Iterator[None]:
-    state = torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 def widened(tensor: Tensor) -> Tensor:

@@ -68,6 +68,7 @@ class Operator:
         cast: Names of the terms that take autocast's dtype; None for all.
         nothing: What the results other than an empty output hold.
         shared: Names of the terms that have no axis of images; every other tensor has it first.
+        onnx: ``(terms, options)`` to the output of ONNX's own node in a running export, or None where it has none.
     """
 
     def __init__(
@@ -88,10 +89,12 @@ class Operator:
         cast: Sequence[str] | None = None,
         nothing: float = float("inf"),
         shared: Sequence[str] = (),
+        onnx: Callable[[Any, Any], Tensor | None] | None = None,
     ):
         self.name, self.terms, self.options = name, terms, options
         self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
         self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
+        self._onnx = onnx
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._count = len(terms._fields)
         self._kept = [results.index(result) for result in keeps]
@@ -116,7 +119,7 @@ class Operator:
         if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
             results = self._once.direct(self._forward, args)
         elif self._by_reference():
-            return under_autocast(lambda *cast: self.reference(self.terms(*cast), options), terms, self._to)
+            return under_autocast(lambda *cast: self._definition(self.terms(*cast), options), terms, self._to)
         else:
             results = self._forward_operator(*args)
         return results if isinstance(results, Tensor) else results[0]
@@ -149,10 +152,17 @@ class Operator:
     # --- what serves ----------------------------------------------------------------------------------------------
 
     def _by_reference(self) -> bool:
-        """Return True where the definition must serve: an older torch has no operators, ONNX knows none of ours."""
+        """Return True where the definition must serve: an older torch has no operators, ONNX has few of ours."""
         if not HAS_OPERATORS or backends.forced() == backends.REFERENCE:
             return True
         return traced() and torch.onnx.is_in_onnx_export()  # the latter alone takes 5 µs
+
+    def _definition(self, terms: Any, options: Any) -> Tensor:
+        if self._onnx is not None and HAS_OPERATORS and backends.forced() != backends.REFERENCE:
+            node = self._onnx(terms, options)
+            if node is not None:
+                return node
+        return self.reference(terms, options)
 
     def _explain(self, terms: Any, options: Any) -> backends.Choice:
         if not HAS_OPERATORS:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..common.arguments import check_dim, check_tensors, expand
 from ..common.operator import Operator
-from . import cpu, cuda, eager, torchvision
+from . import cpu, cuda, eager, onnx, torchvision
 from .operands import Options, Terms
 
 
@@ -195,4 +195,5 @@ CONVOLVE = Operator(
     operations=_operations,
     backward_operations=_backward_operations,
     shared=("weight", "bias"),
+    onnx=onnx.node,
 )

@@ -1,0 +1,138 @@
+"""Deformable convolution in ONNX: the node ``DeformConv`` since opset 19, the definition before, both exporters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attn_plugins import ops
+from tests.ops.deform_conv.operands import GEOMETRIES, make
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+pytestmark = pytest.mark.filterwarnings("ignore")
+EXPORTERS = [pytest.param(False, id="torchscript"), pytest.param(True, id="dynamo")]
+
+
+class Layer(nn.Module):
+    """A call whose weight and bias are parameters and whose maps are inputs."""
+
+    def __init__(self, operands: dict[str, Any]) -> None:
+        super().__init__()
+        for name in ("weight", "bias"):
+            self.register_parameter(name, None if operands[name] is None else nn.Parameter(operands[name]))
+        self.geometry = {name: operands[name] for name in ("stride", "padding", "dilation")}
+
+    def forward(self, input: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
+        return ops.deform_conv2d(input, offset, self.weight, self.bias, mask=mask, **self.geometry)
+
+
+def maps(operands: dict[str, Any]) -> tuple[Tensor, ...]:
+    return tuple(operands[name] for name in ("input", "offset", "mask") if operands[name] is not None)
+
+
+def export(layer: nn.Module, example: tuple[Tensor, ...], file: Path, dynamo: bool, opset: int | None = 19) -> None:
+    """Export with the batch and the size of every map open."""
+    names, axes = ["input", "offset", "mask"][: len(example)], (0, 2, 3)
+    dynamic: dict[str, Any] = dict(dynamic_axes={n: {a: f"{n}{a}" for a in axes} for n in names})
+    if dynamo:
+        dynamic = dict(dynamic_shapes=tuple(dict.fromkeys(axes, torch.export.Dim.AUTO) for _ in names), verbose=False)
+    torch.onnx.export(
+        layer.eval(), example, file, dynamo=dynamo, input_names=names, opset_version=opset, **dynamic
+    )  # fmt: skip
+
+
+def run(file: Path, given: tuple[Tensor, ...]) -> Tensor:
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    (output,) = session.run(None, {node.name: t.numpy() for node, t in zip(session.get_inputs(), given, strict=True)})
+    return torch.from_numpy(output)
+
+
+def types(file: Path) -> list[str]:
+    return [node.op_type for node in onnx.load(file).graph.node]
+
+
+CASES = {
+    "square": {},
+    "wide": {},
+    "tall, stride, dilation": {},
+    "groups cut offset groups": {},
+    "depthwise": {},
+    "wide, no mask": dict(masked=False),
+    "wide, no bias": dict(bias=False),
+    "wide, neither": dict(masked=False, bias=False),
+    "wide, float64": dict(dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+@pytest.mark.parametrize("name", CASES)
+def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, dynamo, tmp_path):
+    options = dict(CASES[name])
+    biased = options.pop("bias", True)
+    geometry = GEOMETRIES.get(name, GEOMETRIES["wide"])
+    operands = make(geometry, **{"dtype": torch.float32, **options})
+    operands["bias"] = operands["bias"] if biased else None
+    layer, file = Layer(operands), tmp_path / "layer.onnx"
+    export(layer, maps(operands), file, dynamo)
+    assert types(file) == ["DeformConv"]
+    B, C, H, W, *rest = geometry
+    others = maps(make((B + 2, C, H + 4, W + 3, *rest), seed=1, **{"dtype": torch.float32, **options}))
+    torch.testing.assert_close(run(file, others), layer(*others).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+@pytest.mark.parametrize("opset", [18, None, 20])
+def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
+    """``dynamo=False`` writes opset 20 at most; None is the exporter's default."""
+    operands = make(GEOMETRIES["wide"], torch.float32)
+    layer, file = Layer(operands), tmp_path / "layer.onnx"
+    export(layer, maps(operands), file, dynamo, opset)
+    (version,) = (entry.version for entry in onnx.load(file).opset_import if entry.domain == "")
+    assert ("DeformConv" in types(file)) == (version >= 19)
+    assert opset in (None, version)
+    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("opset", [22, 23])
+def test_later_opsets(opset, tmp_path):
+    operands = make(GEOMETRIES["wide"], torch.float32)
+    layer, file = Layer(operands), tmp_path / "layer.onnx"
+    export(layer, maps(operands), file, True, opset)
+    assert types(file) == ["DeformConv"]
+    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_half_precision_keeps_positions_in_float32(dynamo, tmp_path):
+    operands = make(GEOMETRIES["wide"], torch.float16)
+    layer, file = Layer(operands), tmp_path / "layer.onnx"
+    export(layer, maps(operands), file, dynamo)
+    assert "DeformConv" in types(file)
+    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_reference_is_exported_as_operations(dynamo, tmp_path):
+    operands, file = make(GEOMETRIES["wide"], torch.float32), tmp_path / "layer.onnx"
+    with ops.backend("reference"):
+        export(Layer(operands), maps(operands), file, dynamo)
+    assert "DeformConv" not in types(file)
+
+
+@pytest.mark.parametrize("dynamo", EXPORTERS)
+def test_sequences(dynamo, tmp_path):
+    class Sequence(nn.Module):
+        def forward(self, input: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
+            return ops.deform_conv1d(input, offset, weight, padding=1)
+
+    torch.manual_seed(0)
+    given, file = (torch.randn(2, 4, 9), torch.randn(2, 6, 9), torch.randn(6, 2, 3)), tmp_path / "layer.onnx"
+    torch.onnx.export(Sequence().eval(), given, file, dynamo=dynamo, opset_version=19)
+    assert "DeformConv" in types(file)
+    torch.testing.assert_close(run(file, given), ops.deform_conv1d(*given, padding=1), rtol=1e-5, atol=1e-5)
