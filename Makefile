@@ -40,8 +40,8 @@ demo-quick:  ## train a classifier of digits instead and draw its attention page
 test: env  ## the test suite
 	$(RUN_TESTS) -m "not slow" $(PYTEST)
 
-test-all: env  ## the test suite with the slow tests, and with all cases of products of parameters
-	$(RUN_TESTS) --all-cases $(PYTEST)
+test-all: env  ## the test suite with the slow tests
+	$(RUN_TESTS) $(PYTEST)
 
 fuzz: env  ## random calls of every operator and of modules against the reference (CALLS=10000 SEED=0; about 10 minutes on 2 cores)
 	OMP_NUM_THREADS=2 OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest -n $(WORKERS) $(PYTEST) tests/fuzz/test_calls.py --calls $(CALLS) --seed $(SEED)

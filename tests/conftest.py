@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import os
-import random
 import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import combinations, count
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,25 +21,13 @@ if not torch.cuda.is_available():  # set before anything imports Triton, whose k
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-SAMPLE = 6  # cases of a product of parameters, where the mark `sampled` says no other number
-
-
 def pytest_addoption(parser):
-    group = parser.getgroup("sampling")
-    group.addoption("--all-cases", action="store_true", help="run all cases of products of parameters")
-    group.addoption("--at-most", type=int, metavar="N", help="run at most N cases of a function, where tests are slow")
-    group.addoption("--sample-seed", default="0", metavar="SEED", help="choose other cases of products (default 0)")
+    parser.addoption("--at-most", type=int, metavar="N", help="run the first N cases of a function, on slow machines")
 
 
-def pytest_report_header(config):
-    cases = "all" if config.option.all_cases else f"a sample of products, --sample-seed {config.option.sample_seed}"
-    cuda = "" if torch.cuda.is_available() else "; none marked cuda: no device"
-    return f"cases: {cases}{cuda}"
-
-
-def pytest_terminal_summary(terminalreporter, config):
-    if config.option.verbose < 0:  # then pytest prints no header
-        terminalreporter.write_line(pytest_report_header(config))
+def pytest_terminal_summary(terminalreporter):
+    if not torch.cuda.is_available():
+        terminalreporter.write_line("no tests marked cuda: no device")
 
 
 def pytest_itemcollected(item):
@@ -64,13 +51,9 @@ def pytest_collection_modifyitems(config, items):
     if not torch.cuda.is_available():
         left_out.append("cuda")
     kept = [item for item in items if not any(map(item.get_closest_marker, left_out))]
-    if not config.option.all_cases:
-        functions = defaultdict(list)
-        for item in kept:
-            functions[item.nodeid.partition("[")[0]].append(item)
-        seed, most = config.option.sample_seed, config.option.at_most
-        chosen = {item for name, cases in functions.items() for item in sample(cases, seed + name)[:most]}
-        kept = [item for item in kept if item in chosen]
+    if (most := config.option.at_most) is not None:
+        rank = ranks()
+        kept = [item for item in kept if rank(item) < most]
     if torch.cuda.is_available():
         put_cuda_first(kept)
     remaining = set(kept)
@@ -89,37 +72,16 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def ranks() -> Callable[[pytest.Item], int]:
+    """Return a function that counts the cases of each test function, from 0."""
+    numbers: dict[str, Iterator[int]] = defaultdict(count)
+    return lambda item: next(numbers[item.nodeid.partition("[")[0]])
+
+
 def put_cuda_first(items: list[pytest.Item]) -> None:
     """Begin with one case of every function marked cuda, then its second: a time limit may end a run on a GPU."""
-    numbers: dict[str, Iterator[int]] = defaultdict(count)
-
-    def rank(item: pytest.Item) -> float:
-        return next(numbers[item.nodeid.partition("[")[0]]) if item.get_closest_marker("cuda") else math.inf
-
-    items.sort(key=rank)
-
-
-def sample(cases: list[pytest.Item], seed: str) -> list[pytest.Item]:
-    """Choose some cases of a test function at random; each value of each parameter occurs in at least one.
-
-    Of the remaining cases, one with more new values, then with more new pairs of values, comes first.
-    """
-    mark = cases[0].get_closest_marker("sampled")
-    number = mark.args[0] if mark else SAMPLE
-    if len(cases) <= number:
-        return cases
-    values = {case: list(enumerate(case.callspec._idlist)) for case in cases}  # one id for each `parametrize`
-    every_value = mark is None or mark.kwargs.get("every_value", True)
-    new_values = {value for case in cases for value in values[case]} if every_value else set()
-    old_pairs: set[tuple] = set()
-    chosen, left = [], random.Random(seed).sample(cases, len(cases))
-    while new_values or len(chosen) < number:
-        gains = [(len(new_values & {*values[c]}), len({*combinations(values[c], 2)} - old_pairs)) for c in left]
-        best = left.pop(gains.index(max(gains)))
-        chosen.append(best)
-        new_values.difference_update(values[best])
-        old_pairs.update(combinations(values[best], 2))
-    return chosen
+    rank = ranks()
+    items.sort(key=lambda item: rank(item) if item.get_closest_marker("cuda") else math.inf)
 
 
 def missing_mmcv() -> str | None:

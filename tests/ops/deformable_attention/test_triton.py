@@ -43,7 +43,6 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(len(CASES))
 @pytest.mark.parametrize("case", CASES)
 def test_definition(case):
     check(ATTEND, *make(**CASES[case]))
