@@ -69,6 +69,12 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "weights, "
       "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
       "-> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
+  // CUDA's backward with gradients whose bits are equal in every run; no float64.
+  m.def(
+      "deformable_attention_deterministic_backward_kernel(Tensor grad_output, Tensor value, Tensor "
+      "locations, "
+      "Tensor weights, int[] shapes, int[] points, bool needs_value, bool needs_locations, "
+      "bool needs_weights) -> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
   // CUDA's copy of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
   // having one element.
   m.def("transposed_kernel(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");

@@ -8,4 +8,6 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins, CUDA, m) {
   m.impl("deformable_attention_forward_kernel", ON_DEVICE(deformable_attention_driver<AttentionKernels>));
   m.impl("deformable_attention_backward_kernel",
          ON_DEVICE(deformable_attention_backward_driver<AttentionKernels>));
+  m.impl("deformable_attention_deterministic_backward_kernel",
+         ON_DEVICE(deformable_attention_backward_driver<DeterministicAttentionKernels>));
 }

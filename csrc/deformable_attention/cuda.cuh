@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/bilinear.cuh"
+#include "common/fixed_point.cuh"
 #include "cuda_problem.cuh"
 #include "deformable_attention.h"
 
@@ -67,19 +68,32 @@ __device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& 
   return found;
 }
 
-// Stages points [first, first + count) of every team. The lanes of a team locate its points.
-template <class A, class L, int SLOTS>
+// In place of a FixedPoint: factors are not scaled.
+struct AsTheyAre {
+  template <class A>
+  __device__ __forceinline__ A first_factor(A weight) const {
+    return weight;
+  }
+  template <class A>
+  __device__ __forceinline__ A second_factor(A gradient) const {
+    return gradient;
+  }
+};
+
+// Stages points [first, first + count) of every team. The lanes of a team locate its points. The weights are
+// scaled as `scale` says.
+template <class A, class L, int SLOTS, class Scale = AsTheyAre>
 __device__ __forceinline__ void stage(const AttentionProblem& p, const AttentionLayout& layout,
                                       const L* locations, const L* weights, int first, int count,
-                                      Staged<A, SLOTS>* staged) {
+                                      Staged<A, SLOTS>* staged, const Scale& scale = {}) {
 #pragma unroll
   for (int i = 0; i < kRound; ++i) {
     const int point = layout.lane + i * layout.lanes;
     if (point >= count) break;
     Sample<A> s;
     const AttentionLevel& level = locate(p, locations, first + point, &s);
-    staged->put(layout.slot(point), s, A(widen(__ldg(weights + first + point))), level.height, level.width,
-                level.first_pixel);
+    staged->put(layout.slot(point), s, scale.first_factor(A(widen(__ldg(weights + first + point)))),
+                level.height, level.width, level.first_pixel);
   }
 }
 
@@ -135,25 +149,27 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   if (active && layout.writes) store(output + team.index * p.d + c, narrow<T>(total));
 }
 
-// Results of the backward pass; nullptr if not needed. The kernel adds to the value's gradient.
-template <class A, class L>
+// Results of the backward pass; nullptr if not needed. The kernel adds to the value's gradient, whose sums
+// are Fixed where their bits must not depend on the order of threads, else A.
+template <class S, class L>
 struct AttentionGradients {
-  A* value;
+  S* value;
   L *locations, *weights;
+  std::conditional_t<std::is_same_v<S, Fixed>, FixedPoint, AsTheyAre> scale;
 };
 
-template <class T, class L, int N>
+template <class T, class L, int N, class S>
 __global__ void __launch_bounds__(kThreads, 2)
     attend_backward_kernel(const AttentionProblem p, const T* __restrict__ grad_output,
                            const T* __restrict__ value, const L* __restrict__ locations,
-                           const L* __restrict__ weights,
-                           const AttentionGradients<accumulate_t<T>, L> grads) {
+                           const L* __restrict__ weights, const AttentionGradients<S, L> grads) {
   using A = accumulate_t<T>;
+  constexpr bool kFixed = std::is_same_v<S, Fixed>;
   __shared__ Staged<A, kThreads * kRound> staged;
   __shared__ Four<A> sums[kThreads * kRound];  // <gradient, pixel> of the staged samples
   const AttentionLayout layout(p);
   const AttentionTeam team(p, layout.own);
-  const int pixel_bytes = p.M * p.d * int(sizeof(T)), sum_bytes = p.M * p.d * int(sizeof(A));
+  const int pixel_bytes = p.M * p.d * int(sizeof(T)), sum_bytes = p.M * p.d * int(sizeof(S));
   const T* head = value + team.head;
   const T* output_gradient = grad_output + team.index * p.d;
   const int channels = layout.writes ? p.d : 0, own_channel = layout.lane * N;
@@ -161,10 +177,21 @@ __global__ void __launch_bounds__(kThreads, 2)
   // A thread usually has a single vector of channels, so its gradient is read only once.
   Vector<T, N> own_gradient;
   if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
+  // Integers are added one at a time, so neighbouring threads take neighbouring channels.
+  const auto scaled = [&](int c) { return grads.scale.second_factor(widen(__ldg(output_gradient + c))); };
+  A factors[kFixed ? N : 1];
+  if constexpr (kFixed) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) {
+      const int c = layout.lane + k * layout.lanes;
+      factors[k] = c < channels ? scaled(c) : A(0);
+    }
+  }
 
   for (int first = 0; first < p.P; first += kRound * layout.lanes) {
     const int count = min(kRound * layout.lanes, p.P - first);
-    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged);
+    stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged,
+          grads.scale);
     __syncthreads();
     for (int point = 0; point < count; ++point) {
       const int slot = layout.slot(point);
@@ -187,15 +214,31 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int e = 0; e < N; ++e) products[i] += x[e] * grad[e];
         }
-        if (!grads.value || place.near <= 0) continue;
-        const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
+        if constexpr (!kFixed) {
+          if (!grads.value || place.near <= 0) continue;
+          const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          A part[N];
+          for (int i = 0; i < 4; ++i) {
+            A part[N];
 #pragma unroll
-          for (int e = 0; e < N; ++e) part[e] = shares.of[i] * grad[e];
-          add_atomically(targets.at[i], part);
+            for (int e = 0; e < N; ++e) part[e] = shares.of[i] * grad[e];
+            add_atomically(targets.at[i], part);
+          }
         }
+      }
+      if constexpr (kFixed) {
+        const auto add = [&](int c, A factor) {
+          const Corners<Fixed> targets(grads.value + team.head + c, place, sum_bytes);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) add_fixed(targets.at[i], shares.of[i] * factor);
+        };
+        const int reached = place.near > 0 ? channels : 0;
+#pragma unroll
+        for (int k = 0; k < N; ++k) {
+          const int c = layout.lane + k * layout.lanes;
+          if (c < reached) add(c, factors[k]);
+        }
+        for (int c = layout.lane + N * layout.lanes; c < reached; c += layout.lanes) add(c, scaled(c));
       }
       if (needs_points) sum_over_team(products, layout.lane, layout.lanes, &sums[slot]);
     }
@@ -266,17 +309,64 @@ struct AttentionKernels {
       using T = decltype(type);
       using L = decltype(beside);
       const AttentionGradients<accumulate_t<T>, L> grads{
-          data_of<accumulate_t<T>>(grad_value), data_of<L>(grad_locations), data_of<L>(grad_weights)};
+          data_of<accumulate_t<T>>(grad_value), data_of<L>(grad_locations), data_of<L>(grad_weights), {}};
       const auto run = [&](auto, auto width) {
         constexpr int N = decltype(width)::value;
         const auto p = attention_problem(value, weights, shapes, points, N, false);
-        launch(attend_backward_kernel<T, L, N>, attention_blocks(p), p, data_of<const T>(grad_output),
-               data_of<const T>(value), data_of<const L>(locations), data_of<const L>(weights), grads);
+        launch(attend_backward_kernel<T, L, N, accumulate_t<T>>, attention_blocks(p), p,
+               data_of<const T>(grad_output), data_of<const T>(value), data_of<const L>(locations),
+               data_of<const L>(weights), grads);
       };
       if (grads.value) {
         for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
       } else {
         for_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, run);
+      }
+    });
+  }
+};
+
+// The same with gradients whose bits are equal in every run.
+struct DeterministicAttentionKernels : AttentionKernels {
+  static Tensor sums_of(const Tensor& value) { return empty_like_options(value, sizes_of(value)); }
+
+  // grad_value, of the value's dtype, is overwritten.
+  static void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations,
+                       const Tensor& weights, const Tensor& grad_value, const Tensor& grad_locations,
+                       const Tensor& grad_weights, const std::vector<int64_t>& shapes,
+                       const std::vector<int64_t>& points) {
+    if (!grad_value.defined()) {  // the other gradients are sums within a team, in a fixed order
+      return AttentionKernels::backward(grad_output, value, locations, weights, grad_value, grad_locations,
+                                        grad_weights, shapes, points);
+    }
+    const Tensor sums = empty_like_options(value, sizes_of(value), ScalarType::Long);
+    const Tensor exponents = zeros_like_options(value, {2}, ScalarType::Int);
+    const int64_t elements = value.numel();
+    const int64_t samples = weights.size(1) * *std::ranges::max_element(points);
+    const FixedPoint scale{data_of<const int>(exponents), FixedPoint::room_for(samples)};
+    for_attention_types(value, locations, [&](auto type, auto beside) {
+      using T = decltype(type);
+      using L = decltype(beside);
+      if constexpr (sizeof(T) == 8) {
+        STD_TORCH_CHECK(false, "attn_plugins: the deterministic backward takes no float64");
+      } else {
+        const int64_t most = std::max({elements, weights.numel(), grad_output.numel()});
+        const int64_t blocks = std::min(divide_up(most, kThreads * 4), device_limits().multiprocessors * 8);
+        launch(begin_sums_kernel<L, T>, blocks, data_of<const L>(weights), weights.numel(),
+               data_of<const T>(grad_output), grad_output.numel(), data_of<int>(exponents),
+               data_of<Fixed>(sums), elements);
+        const AttentionGradients<Fixed, L> grads{data_of<Fixed>(sums), data_of<L>(grad_locations),
+                                                 data_of<L>(grad_weights), scale};
+        for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()},
+                            [&](auto, auto width) {
+                              constexpr int N = decltype(width)::value;
+                              const auto p = attention_problem(value, weights, shapes, points, N, false);
+                              launch(attend_backward_kernel<T, L, N, Fixed>, attention_blocks(p), p,
+                                     data_of<const T>(grad_output), data_of<const T>(value),
+                                     data_of<const L>(locations), data_of<const L>(weights), grads);
+                            });
+        launch(end_sums_kernel<T>, divide_up(elements, kThreads), data_of<const Fixed>(sums), scale, elements,
+               data_of<T>(grad_value));
       }
     });
   }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..common import library
-from ..common.backends import Backend
-from .kernels import backward, forward
+from ..common.backends import Backend, Gradients
+from . import kernels
 from .operands import Options, Terms
 
 _MOST_LEVELS = 16  # as in cuda_problem.cuh
@@ -17,4 +20,15 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return f"it takes at most {_MOST_LEVELS} levels, got {levels}" if levels > _MOST_LEVELS else None
 
 
-BACKEND = Backend("cuda", refuses, forward, backward, library.refuses_determinism, allocates=True)
+def refuses_backward(terms: Terms, options: Options) -> str | None:
+    """Refuse float64 in deterministic mode: the order-free sums of ``fixed_point.cuh`` are for float32 and halves."""
+    if terms.value.dtype == torch.float64 and (reason := library.refuses_determinism(terms, options)):
+        return f"{reason} in float64"
+    return None
+
+
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
+    return kernels.backward(grad_output, terms, options, needs, torch.are_deterministic_algorithms_enabled())
+
+
+BACKEND = Backend("cuda", refuses, kernels.forward, backward, refuses_backward, allocates=True)

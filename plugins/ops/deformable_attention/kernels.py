@@ -17,8 +17,10 @@ def forward(terms: Terms, options: Options) -> Tensor:
     return torch.ops.attn_plugins.deformable_attention_forward_kernel(*terms, *options)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
-    computed = torch.ops.attn_plugins.deformable_attention_backward_kernel(
-        grad_output, *terms, *options, *needs.values()
-    )
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool], deterministic: bool = False
+) -> Gradients:
+    """Return the gradients; ``deterministic`` chooses the kernel whose sums on CUDA have equal bits in every run."""
+    name = f"deformable_attention{'_deterministic' if deterministic else ''}_backward_kernel"
+    computed = getattr(torch.ops.attn_plugins, name)(grad_output, *terms, *options, *needs.values())
     return {name: grad for name, grad in zip(needs, computed) if needs[name]}

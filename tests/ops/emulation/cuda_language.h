@@ -48,6 +48,14 @@ template <class T>
 T atomicAdd(T* to, T value) {
   return change_atomically(to, [&](T old) { return old + value; });
 }
+template <class T>
+T atomicMax(T* to, T value) {
+  return change_atomically(to, [&](T old) { return std::max(old, value); });
+}
+template <class T>
+T atomicOr(T* to, T value) {
+  return change_atomically(to, [&](T old) { return old | value; });
+}
 inline void __trap() {
   emulator::fail("trap");
 }
@@ -128,6 +136,9 @@ inline int __any_sync(unsigned mask, int predicate) {
 
 // Arithmetic
 
+inline long long __float2ll_rn(float x) {
+  return std::llrint(x);
+}
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = low | uint64_t(high) << 32;
   unsigned result = 0;

@@ -58,6 +58,10 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
       "deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
       "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "deformable_attention_deterministic_backward(Tensor grad_output, Tensor value, Tensor locations, "
+      "Tensor weights, int[] shapes, int[] points, bool needs_value, bool needs_locations, "
+      "bool needs_weights) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
@@ -69,6 +73,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
   m.impl("deformable_attention", EMULATED(deformable_attention_driver<AttentionKernels>));
   m.impl("deformable_attention_backward", EMULATED(deformable_attention_backward_driver<AttentionKernels>));
+  m.impl("deformable_attention_deterministic_backward",
+         EMULATED(deformable_attention_backward_driver<DeterministicAttentionKernels>));
 }
 
 namespace attn_plugins {

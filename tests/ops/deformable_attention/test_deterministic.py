@@ -1,0 +1,178 @@
+"""The deterministic backward of the CUDA kernels' source, run thread by thread on the CPU."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attn_plugins.ops.deformable_attention import cuda
+from attn_plugins.ops.deformable_attention.operands import Options, Terms
+from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
+from tests.ops.deformable_attention.test_emulation import CASES, TOLERANCE, in_dtype, problem
+from tests.ops.emulation.kernels import NEEDS, error
+
+pytestmark = [*NEEDS, pytest.mark.slow]
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ALL = (True, True, True)
+SOME = ["a vector a thread", "several vectors a thread", "pairs", "no vectors", "one number", "more than a block"]
+
+
+def gradients(terms, options, grad_output):
+    leaves = Terms(*(t.clone().requires_grad_() for t in terms))
+    return torch.autograd.grad(reference(leaves, options), leaves, grad_output)
+
+
+def exact_problem(queries=24, shapes=((8, 4), (2, 2)), K=4, d=8, heads=2):
+    """Return operands in float64 whose terms of the value's gradient are exact in float32: of few binary digits."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([(w, h) for h, w in shapes]).double().view(-1, 1, 2)  # powers of two
+    pixels = torch.randint(-6, 40, (1, queries, heads, len(shapes), K, 2)).double() / 8 % (sizes + 1) - 0.5
+    weights = torch.randint(1, 256, (1, queries, heads, len(shapes) * K)).double() / 256
+    value = torch.randn(1, sum(h * w for h, w in shapes), heads, d).bfloat16().double()
+    gradient = torch.randn(1, queries, heads * d).bfloat16().double()
+    terms = Terms(value, ((pixels + 0.5) / sizes).flatten(3, 4), weights)
+    return terms, Options([n for shape in shapes for n in shape], [K] * len(shapes)), gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [*SOME, "no queries", "far beside the map"])
+def test_equals_the_reference(emulated, case, dtype):
+    terms, options = problem(**CASES[case])
+    grad_output = torch.randn_like(reference(terms, options)).bfloat16().double()
+    given = in_dtype(terms, dtype)
+    expected = gradients(terms, options, grad_output)
+    for wanted in ({0, 1, 2}, {0}, {1}, {2}):
+        needs = [n in wanted for n in range(3)]
+        results = emulated.deformable_attention_deterministic_backward(grad_output.to(dtype), *given, *options, *needs)
+        for term, result, grad, needed in zip(given, results, expected, needs):
+            assert result.dtype == term.dtype
+            assert result.shape == (term.shape if needed else (0,))
+            assert not needed or error(result, grad) < (1e-5 if term.dtype == torch.float32 else TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_is_exact_where_its_terms_are(emulated, dtype):
+    """It is rounded once, so it equals the exact sum in the value's dtype, bit for bit."""
+    terms, options, grad_output = exact_problem()
+    given = in_dtype(terms, dtype)
+    result, *_ = emulated.deformable_attention_deterministic_backward(grad_output.to(dtype), *given, *options, *ALL)
+    expected = gradients(terms, options, grad_output)[0].float()
+    assert torch.equal(result, expected.to(dtype))
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**70])
+@pytest.mark.parametrize("term", ["weights", "gradient"])
+def test_error_bound(emulated, term, scale):
+    """Beside one that is 2^48 times as large, factors err as the comment of fixed_point.cuh says, and measurably."""
+    terms, options, grad_output = exact_problem()
+    outlier = terms.weights if term == "weights" else grad_output
+    outlier *= scale
+    outlier[0, 0, 0] *= 2.0**48
+    expected = gradients(terms, options, grad_output)[0]
+    computed, *_ = emulated.deformable_attention_deterministic_backward(
+        grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL
+    )
+    samples = terms.weights.shape[1] * max(options.points)
+    bits = math.ceil(math.log2(samples + 1))
+    largest = (terms.weights.max() * grad_output.abs().max()).item()
+    wrong = (computed.double() - expected).abs()
+    bound = 4 * samples * largest * 2.0 ** (bits - 58) + expected.abs() * 2.0**-24  # at most 4 terms a sample
+    assert (wrong <= bound).all()
+    assert (wrong > expected.abs() * 2.0**-22).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_order_gives_the_same_bits(emulated, dtype, monkeypatch):
+    terms, options = problem(d=32, queries=60, shapes=((3, 2),), K=4, heads=1)
+    given = in_dtype(terms, dtype)
+    grad_output = torch.randn(2, 60, 32).to(dtype)
+    kernels = (emulated.deformable_attention_deterministic_backward, emulated.deformable_attention_backward)
+    differ = []
+    for kernel in kernels:
+        runs = []
+        for seed in range(3):
+            monkeypatch.setenv("EMULATOR_SEED", str(seed))
+            runs.append(kernel(grad_output, *given, *options, *ALL))
+        differ.append([not all(torch.equal(run[n], runs[0][n]) for run in runs) for n in range(3)])
+    assert differ[0] == [False] * 3
+    assert differ[1][0] or dtype != torch.float32  # floats added in another order
+
+
+@pytest.mark.parametrize("spoilt", ["weights", "gradient", "both"])
+@pytest.mark.parametrize("d", [8, 5])
+def test_numbers_that_are_not_finite_come_out(emulated, d, spoilt):
+    """They come out in the same places as from sums of floats, and the other sums keep their precision."""
+    terms, options, grad_output = exact_problem(d=d)
+    bad = torch.tensor([math.inf, -math.inf, math.nan]).double()
+    if spoilt != "gradient":
+        terms.weights[0, ::9, 1, 2] = bad
+    if spoilt != "weights":
+        grad_output[0, 1::9, 3] = bad
+        grad_output[0, ::5, 1] = math.inf
+    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
+    results = emulated.deformable_attention_deterministic_backward(*arguments)
+    for result, expected in zip(results, emulated.deformable_attention_backward(*arguments)):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+    assert results[0].isfinite().any()
+    assert not results[0].isfinite().all()
+    if spoilt == "both":
+        assert (results[0] == math.inf).any()
+        assert results[0].isnan().any()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sum(emulated, sign):
+    """Every sample reads one pixel, with factors just below a power of two, of which there are as many as fit."""
+    terms, options, grad_output = exact_problem(queries=255, shapes=((1, 1),), K=1, d=4, heads=1)
+    terms = terms._replace(locations=torch.full_like(terms.locations, 0.5), weights=terms.weights * 0 + 1 - 2.0**-10)
+    grad_output = torch.full_like(grad_output, sign * (1 - 2.0**-8))
+    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
+    computed = emulated.deformable_attention_deterministic_backward(*arguments)[0]
+    assert torch.equal(computed, gradients(terms, options, grad_output)[0].float())
+
+
+@pytest.mark.parametrize("filled", [0.0, 1.0])
+def test_nothing_to_add(emulated, filled):
+    """Zeros have no exponent."""
+    terms, options, grad_output = exact_problem()
+    terms = terms._replace(weights=torch.full_like(terms.weights, filled))
+    grad_output = torch.full_like(grad_output, 1 - filled)
+    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
+    assert not emulated.deformable_attention_deterministic_backward(*arguments)[0].any()
+
+
+def test_float64_is_refused(emulated):
+    terms, options, grad_output = exact_problem()
+    with pytest.raises(RuntimeError, match="takes no float64"):
+        emulated.deformable_attention_deterministic_backward(grad_output, *terms, *options, *ALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_mode_chooses_the_kernel(emulated, dtype, monkeypatch):
+    called = []
+
+    def record(name):
+        return lambda *arguments: called.append(name) or getattr(emulated, f"deformable_attention_{name}")(*arguments)
+
+    library = SimpleNamespace(
+        deformable_attention_backward_kernel=record("backward"),
+        deformable_attention_deterministic_backward_kernel=record("deterministic_backward"),
+    )
+    monkeypatch.setattr(cuda.kernels, "torch", SimpleNamespace(ops=SimpleNamespace(attn_plugins=library)))
+    terms, options, grad_output = exact_problem()
+    given, needs = Terms(*in_dtype(terms, dtype)), {"value": True, "locations": False, "weights": True}
+    expected = gradients(terms, options, grad_output)
+    for mode in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
+        reason = cuda.BACKEND.refuses_backward(given, options)
+        if mode and dtype == torch.float64:
+            assert reason == "its backward is not deterministic in float64"
+            continue
+        assert reason is None
+        computed = cuda.BACKEND.backward(grad_output.to(dtype), given, options, needs)
+        assert list(computed) == ["value", "weights"]
+        assert error(computed["value"], expected[0]) < 1e-5
+    assert called == ["backward", "deterministic_backward"][: 2 if dtype == torch.float32 else 1]
