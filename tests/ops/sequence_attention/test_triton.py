@@ -122,7 +122,7 @@ def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_t
 )  # fmt: skip
 def test_gradients_of_windows_by_one_kernel(masked, shared, dtype, monkeypatch):
     """Several entries of a batch share a program; the last has fewer."""
-    monkeypatch.setattr(triton_sequence, "PROGRAMS", 4)
+    monkeypatch.setattr(triton_sequence, "WINDOW_PROGRAMS", 4)
     terms = operands((True, False, False, shared is not None), B=3, M=2, T=12, S=14, dtype=dtype, shared=(0, 0, None))
     for axis in shared or ():
         terms = terms._replace(position_logits=terms.position_logits.narrow(axis, 0, 1))
