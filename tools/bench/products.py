@@ -1,0 +1,100 @@
+"""Float32 products by MKL and by oneDNN: ``python -m tools.bench.products``.
+
+Prints a page with GFLOP/s of both for layers of known models and for small products, alternating call by call.
+"""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import quantiles
+
+import torch
+from torch import Tensor
+
+from attn_plugins.ops.common import onednn
+
+LAYERS = {
+    "Swin-T, stage 1, qkv": (3136, 96, 288),
+    "Swin-T, stage 1, second of the MLP": (3136, 384, 96),
+    "Swin-T, stage 3, qkv": (196, 384, 1152),
+    "Swin-T, stage 4, first of the MLP": (49, 768, 3072),
+    "Deformable DETR, encoder, first of the FFN": (17821, 256, 1024),
+    "Deformable DETR, decoder, projection": (300, 256, 256),
+    "deform_conv2d, 256 channels, 3×3, a block of columns": (1133, 2304, 256),
+    "square": (2048, 2048, 2048),
+    "4 million multiplications, the limit": (160, 160, 160),
+    "1 million": (100, 100, 100),
+    "0.26 million": (64, 64, 64),
+}
+SECONDS = 1.5  # of each row
+
+
+INTRODUCTION = """# Float32 products on CPUs: MKL and oneDNN
+
+`python -m tools.bench.products`, {date}, {processor}, {threads} threads, torch {torch}.
+
+GFLOP/s of the fastest call, in brackets the quartiles of all; calls alternate. `a @ b.T` is a linear layer, `a @ b` the
+gradient of its input, `a.T @ b` of its weight. Errors are the largest beside float64, over the largest result: oneDNN's, and
+MKL's in brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on, and where `a` is transposed from {narrow}
+columns on.
+"""
+
+
+def main() -> None:
+    """Print the page."""
+    print(
+        INTRODUCTION.format(
+            date=datetime.date.today(),
+            processor=processor(),
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            work=onednn.WORK,
+            narrow=onednn.NARROW,
+        )
+    )
+    print("| product | (rows, width, columns) | form | MKL | oneDNN | ratio | error |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, (M, K, N) in LAYERS.items():
+        for form, a, b in (
+            ("`a @ b.T`", torch.randn(M, K), torch.randn(N, K).t()),
+            ("`a @ b`", torch.randn(M, N), torch.randn(N, K)),
+            ("`a.T @ b`", torch.randn(M, N).t(), torch.randn(M, K)),
+        ):
+            print(row(name, (M, K, N), form, a, b), flush=True)
+
+
+def row(name: str, sizes: tuple[int, int, int], form: str, a: Tensor, b: Tensor) -> str:
+    """Measure one product and return its line of the table."""
+    rows, width, columns = sizes
+    calls: list[Callable[[], Tensor]] = [lambda: torch.ops.aten.mm(a, b), lambda: onednn._product(a, b, None)]
+    exact = a.double() @ b.double()
+    errors = [float((call() - exact).abs().max() / exact.abs().max()) for call in calls]
+    times: list[list[float]] = [[], []]
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for call, seconds in zip(calls, times):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    work = 2e-9 * rows * width * columns
+    mkl, other = (f"{work / min(t):.0f} ({work / q[2]:.0f}–{work / q[0]:.0f})" for t in times for q in [quantiles(t)])
+    ratio = min(times[0]) / min(times[1])
+    return f"| {name} | {sizes} | {form} | {mkl} | {other} | {ratio:.2f}× | {errors[1]:.0e} ({errors[0]:.0e}) |"
+
+
+def processor() -> str:
+    """Return the processor's name and its vector instructions as PyTorch sees them."""
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return f"{(names or [platform.processor()])[0]} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+if __name__ == "__main__":
+    main()
