@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Checks and measures the operators on this machine's GPU, without installing anything: all stages, or those named.
-# Every stage ends within a few minutes, so that they can run one at a time; `bench` is resumed where it stopped.
+# Every stage ends within a few minutes, so that they can run one at a time; `eager` and `bench` resume where they stopped.
 #
-#   tools/check_gpu.sh                    # build tests fuzz memory bench
+#   tools/check_gpu.sh                    # build tests fuzz memory eager bench
 #   tools/check_gpu.sh build tests        # some stages
 #   PYTEST="-k window" tools/check_gpu.sh tests
 #   BENCH="--all -k sequence" tools/check_gpu.sh bench
+#   EAGER="timm_models -k swin" tools/check_gpu.sh eager   # eager operators and whole models, stock beside ours
 #
 # PYTHON: one with torch for CUDA, pytest, pytest-xdist and pytest-timeout. OUT: folder of logs and results. build/gpu keeps
 # what a later call needs. JOBS: parallel processes. SECONDS_EACH: of random calls of an operator. mmcv's Python files can
@@ -44,7 +45,7 @@ build() {
 }
 
 tests() { # a test that crashes or hangs costs its worker, which is replaced
-    OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -m cuda --all-cases -n "$JOBS" --max-worker-restart 200 --timeout 90 \
+    OMP_NUM_THREADS=1 "$PYTHON" -m pytest -q -m cuda -n "$JOBS" --max-worker-restart 200 --timeout 90 \
         -p no:cacheprovider ${PYTEST:-} tests/ops tests/terms tests/modules tests/timm 2>&1 | tee "$OUT/tests.log"
 }
 
@@ -93,6 +94,16 @@ memory() {
     each_operator sanitize
 }
 
+eager() { # as users run them; an operator or a model takes 100 s, and its other rows wait for the next call
+    [[ -e build/gpu/gpu-eager.jsonl ]] && cp -n build/gpu/gpu-eager.jsonl "$OUT" # a run that is cut leaves its rows there
+    # shellcheck disable=SC2086
+    "$PYTHON" -m tools.bench ${EAGER:-eager mm_models timm_models} --device cuda --name gpu-eager --out "$OUT" \
+        --minutes "${MINUTES:-8}" --part-seconds 100 --row-seconds 100 --wait 5 --resume 2>&1 | tee "$OUT/eager.log"
+    local status=$?
+    cp "$OUT"/gpu-eager.* build/gpu
+    return "$status"
+}
+
 bench() {
     "$PYTHON" -m tools.bench --device cuda --name gpu --out build/gpu --minutes "${MINUTES:-8}" --warm "$JOBS" --wait 5 --resume \
         ${BENCH:-} 2>&1 | tee "$OUT/bench.log"
@@ -102,7 +113,7 @@ bench() {
 }
 
 failed=()
-for stage in "${@:-build tests fuzz memory bench}"; do
+for stage in "${@:-build tests fuzz memory eager bench}"; do
     for name in $stage; do
         echo "=== $name"
         started=$SECONDS

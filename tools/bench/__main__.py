@@ -5,6 +5,8 @@ python -m tools.bench deform_conv             # one of them
 python -m tools.bench deform_conv -k 1-D      # only rows whose names match a regular expression; nothing is written
 python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and drop-in (30 minutes)
 python -m tools.bench --device cuda --name gpu --minutes 8 --resume   # on a GPU, in pieces: one file of all rows
+python -m tools.bench eager mm_models timm_models --device cuda --name gpu-eager --resume   # as users run them
+python -m tools.bench eager mm_models timm_models --name tiny --out build/tiny   # the same on a CPU, at tiny sizes
 python -m tools.bench table                   # write README's and the site's tables, and pages, from the JSON files
 
 Run it on an idle machine: it waits until other processes end, and pages show their load. Every row is appended to
@@ -58,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT/NAME.jsonl has")
     parser.add_argument("--minutes", type=float, help="start no row after this time")
+    parser.add_argument("--part-seconds", type=float, help="then leave an operator's or model's rows to --resume")
     parser.add_argument("--row-seconds", type=float, help="abandon a row after this time (900, on CUDA 120)")
     parser.add_argument("--warm", type=int, default=0, metavar="N", help="first run all rows once in N processes")
     return parser
@@ -98,6 +101,7 @@ def main(arguments: list[str] | None = None) -> int:
         threads=options.threads,
         details=options.details,
         until=time.time() + 60 * options.minutes if options.minutes else float("inf"),
+        part_seconds=options.part_seconds or float("inf"),
         row_seconds=options.row_seconds or ROW_SECONDS[options.device],
         settings=vars(settings),
     )

@@ -25,7 +25,7 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     tf32: bool = False
-    autocast: bool = False
+    autocast: torch.dtype | None = None
 
 
 KINDS = {
@@ -33,7 +33,8 @@ KINDS = {
     "float32": Kind(torch.float32),
     "TF32": Kind(torch.float32, tf32=True),
     "float16": Kind(torch.float16),
-    "autocast to bfloat16": Kind(torch.float32, autocast=True),
+    "autocast to bfloat16": Kind(torch.float32, autocast=torch.bfloat16),
+    "autocast to float16": Kind(torch.float32, autocast=torch.float16),
 }
 OWN = "ours by "  # begins the names of other ways of ours
 COMPILED = ("definition, compiled",)
@@ -75,6 +76,8 @@ class Case:
     threads: int | None = None  # of the CPU; None: the command line's
     main: bool = True  # measured on CUDA without --all
     kind: str = "float32"  # a key of KINDS
+    timing: str = "graph"  # on CUDA; "eager": eager calls with the host's time, beside a graph; "whole": these alone
+    part: str = ""  # rows that share the seconds of --part-seconds; empty: those of the benchmark
     rows: Callable[[Any], list[dict[str, Any]]] | None = None  # measures in another way than in this process
 
 
@@ -176,7 +179,7 @@ def prepare(
     """Return a run of ``function``: without gradients, or with those of all its tensors and parameters."""
     call = torch.compile(with_own_code(function), dynamic=False) if compiled else function
     if KINDS[kind].autocast:
-        call = torch.autocast(device, torch.bfloat16)(with_own_code(call))
+        call = torch.autocast(device, KINDS[kind].autocast)(with_own_code(call))
     if passes == "forward":
 
         def forward() -> object:

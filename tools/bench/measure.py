@@ -35,7 +35,9 @@ def measure(
     begin: Callable[[str], None] = lambda name: None,
     timer: Callable[..., dict[str, list[float]]] = race,
 ) -> dict[str, Any]:
-    """Return one row: statistics and memory of each, and the ratios of the better peer to ours, by minimum.
+    """Return one row: statistics and memory of each, and the ratios of the better peer to ours.
+
+    Ratios are of minima, of eager calls of medians.
 
     Args:
         case: The case to measure.
@@ -51,8 +53,8 @@ def measure(
     torch.set_num_threads(case.threads or threads)
     _reset()
     try:
-        # Gradients of CUDA tensors are computed in this thread, so that a forced backend also applies to the backward.
-        with torch.autograd.set_multithreading_enabled(False):
+        # By graph, gradients of CUDA tensors are computed in this thread; for eager calls in autograd's, as users do.
+        with torch.autograd.set_multithreading_enabled(case.timing != "graph"):
             return _measure(case, device, settings, details, ceilings, crashed or {}, begin, timer)
     finally:
         torch.set_num_threads(threads)
@@ -76,6 +78,7 @@ def _measure(
     ours = case.ours()
     facts: dict[str, Any] = {}
     prepared: dict[str, Callable[[], Run]] = {"ours": lambda: ours}
+    details = details and case.timing != "whole"
     if details:
         facts = {"kind": case.kind, "served_by": served_by(ours), "work": roofline.work_of(ours)._asdict()}
         facts |= {"refusals": {}, "differences": {}}
@@ -93,7 +96,7 @@ def _measure(
             if name in prepared and name != "ours":
                 facts["differences"][name.removeprefix(OWN)] = difference(run(), expected)
             memory[name] = _memory(run, device, case)
-            contestants[name] = Contestant(run, device, case.calls)
+            contestants[name] = Contestant(run, device, case.calls, case.timing)
         except Exception as error:
             fatal(device, error)
             if name == "ours":
@@ -116,7 +119,8 @@ def _measure(
             for name, contestant in contestants.items()
         }
         mine, peers = results["ours"], {n: results.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
-        row = compared(case.name, mine, peers, attempts=attempts, load=load)
+        by = "min" if case.timing == "graph" else "median"
+        row = compared(case.name, mine, peers, by, attempts=attempts, load=load)
         is_noisy = row["noisy"]
     if details:
         facts["backends"] = {n.removeprefix(OWN): e for n, e in (results | errors).items() if n.startswith(OWN)}

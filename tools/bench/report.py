@@ -20,6 +20,11 @@ between quartiles, after the attempts shown; loaded: other processes used more t
 ON_CUDA = """ Runs under
 50 ms are replayed from a CUDA graph, with caches flushed before each. Share: the least time of the device for the
 operations or bytes, over our time."""
+EAGER = f"""Each cell: minimum / lower quartile · median · upper quartile of the time of an eager call in {{unit}} (peak
+extra memory of torch's allocator in MiB), the host's time of a call, and the time by a CUDA graph where there is one.
+Calls run back to back for some 5 ms, so that the slower of host and device counts, without flushed caches. Ours and
+its peers take turns in one process. Ratio: the better peer's median over ours. Memory: ours over that peer's. Noisy:
+ours or the better peer varies more than {NOISY}-fold between quartiles; loaded: others used more than {LOADED} CPUs."""
 WHOLE = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the
 time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built).
 Stock is the upstream config as it is, ours the same config with the drop-in. Each measurement is a fresh process, in
@@ -60,7 +65,7 @@ def line(row: Mapping[str, Any]) -> str:
         return f"{row['case']:60s} not measured: {row['error']}"
     share = f", {100 * row['share']:.0f} % of the roofline" if row.get("share") else ""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f}x over {row['better_peer']}"
-    text = f"{row['case']:60s} {milliseconds(row['ours']['min']):>8s} ms {ratio}{share}"
+    text = f"{row['case']:60s} {milliseconds(row['ours'][row.get('by', 'min')]):>8s} ms {ratio}{share}"
     return text + (f"  [{marks(row)}]" if marks(row) else "")
 
 
@@ -76,7 +81,8 @@ def page(data: Mapping[str, Any]) -> str:
         own = [row for row in rows if row.get("room", "") == room]
         whole = "rounds" in own[0]
         lines += [f"## {room}", ""] if len(rooms) > 1 else []
-        lines += table(own, WHOLE if whole else EXPLANATION + (ON_CUDA if data["device"] == "cuda" else ""))
+        legend = EXPLANATION + (ON_CUDA if data["device"] == "cuda" else "")
+        lines += table(own, WHOLE if whole else EAGER if "by" in own[0] else legend)
         lines += ["", *features_table(own)] if whole else []
         if memory := [row for row in own if "buffer" in row]:
             lines += ["", *memory_table(memory)]
@@ -151,7 +157,8 @@ def cell(result: Mapping[str, Any] | None, factor: float = 1.0) -> str:
     if "error" in result:
         return result["error"]
     least, *quartiles = (milliseconds(result[key] * factor) for key in ("min", "q1", "median", "q3"))
-    return f"{least} / {' · '.join(quartiles)} ({megabytes(result['memory'])})"
+    more = "".join(f", {key} {milliseconds(result[key] * factor)}" for key in ("host", "graph") if key in result)
+    return f"{least} / {' · '.join(quartiles)} ({megabytes(result['memory'])})" + more * (result.get("how") == "eager")
 
 
 def marks(row: Mapping[str, Any]) -> str:

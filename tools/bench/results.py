@@ -20,7 +20,7 @@ from tools.files import write_text
 FORMAT = 2
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NOISY = 1.3  # upper over lower quartile
-UNSHOWN = ("help", "names", "resume", "minutes", "row_seconds", "warm")  # of a page's command
+UNSHOWN = ("help", "names", "resume", "minutes", "row_seconds", "part_seconds", "warm")  # of a page's command
 
 
 def summarize(times: Sequence[float]) -> dict[str, Any]:
@@ -42,21 +42,22 @@ def spread(result: Mapping[str, Any]) -> float:
     return result["q3"] / result["q1"]
 
 
-def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Return a row: the better peer (None if none ran), and its ratios to ours, by minimum and by memory.
+def compared(case: str, ours: dict[str, Any], peers: dict[str, Any], by: str = "min", **more: Any) -> dict[str, Any]:
+    """Return a row: the better peer (None if none ran), and its ratios to ours, by ``by`` of the times and by memory.
 
     It is noisy if ours or that peer varies more than :data:`NOISY`-fold between its quartiles.
     """
     ran = [name for name, peer in peers.items() if "min" in peer]
-    best = min(ran, key=lambda name: peers[name]["min"], default=None)
+    best = min(ran, key=lambda name: peers[name][by], default=None)
     return {
         "case": case,
         "ours": ours,
         "peers": peers,
         "better_peer": best,
-        "ratio": None if best is None else peers[best]["min"] / ours["min"],
+        "ratio": None if best is None else peers[best][by] / ours[by],
         "memory_ratio": None if best is None else ours["memory"] / max(1, peers[best]["memory"]),
         "noisy": max(map(spread, (ours, *([peers[best]] if best else ())))) > NOISY,
+        **({} if by == "min" else {"by": by}),
         **more,
     }
 

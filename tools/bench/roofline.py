@@ -83,5 +83,5 @@ def fastest(run: Run, device: str) -> float:
 
 def floor(work: Mapping[str, int], kind: str, rates: Mapping[str, float]) -> float:
     """Return the minimum time of work in seconds, which no implementation can beat by much."""
-    rate = rates["bfloat16" if KINDS[kind].autocast else kind]
+    rate = rates[str(KINDS[kind].autocast).removeprefix("torch.") if KINDS[kind].autocast else kind]
     return max(work["operations"] / rate, work["moved"] / rates["bytes"])

@@ -11,6 +11,7 @@ import torch
 from .case import Run
 
 HOST_SECONDS = 0.05  # for the host's time of a call
+EAGER_SECONDS, EAGER_CALLS = 5e-3, 100  # of calls back to back in a timed sample, and their number at most
 GRAPHS_UNDER = 5e-2  # seconds with the host's time, which the first runs of a short run consist of
 
 
@@ -33,12 +34,21 @@ class Settings:
 
 
 class Contestant:
-    """A function to time, which has run before; on CUDA by a graph if it is short and can be captured."""
+    """A function to time, which has run before.
 
-    def __init__(self, run: Run, device: str, calls: int = 1) -> None:
+    On CUDA it is timed by a graph if it is short and can be captured. ``timing="eager"`` times eager calls back to
+    back on an idle device instead, which take as long as the slower of host and device, and also a graph where
+    possible; ``timing="whole"`` times these calls alone.
+    """
+
+    def __init__(self, run: Run, device: str, calls: int = 1, timing: str = "graph") -> None:
         self.run, self.calls, self.device = run, calls, device
+        self.eager = timing != "graph"
         self.how: dict[str, Any] = {}
         if device != "cuda":
+            return
+        if self.eager:
+            self._count_calls(by_graph=timing == "eager")
             return
         self.how = {"how": "events", "eager": self.once()}
         self.how["host"] = self.host_seconds()
@@ -48,6 +58,19 @@ class Contestant:
             except RuntimeError as error:
                 torch.cuda.synchronize()
                 self.how["how"] = f"events, with the host's time: no graph ({str(error).splitlines()[0][:60]})"
+
+    def _count_calls(self, by_graph: bool) -> None:
+        """Choose the calls of a sample; ``how`` gets the host's time of a call and, ``by_graph``, the graph's."""
+        once = self.once()
+        self.calls = max(1, min(EAGER_CALLS, round(EAGER_SECONDS / max(once, 1e-7))))
+        self.how = {"how": "eager", "calls": self.calls, "host": self.host_seconds()}
+        if by_graph and once < GRAPHS_UNDER:
+            try:
+                replay = Contestant(captured(self.run), "cuda", timing="whole")
+            except RuntimeError:  # it waits for the device
+                torch.cuda.synchronize()
+                return
+            self.how["graph"] = replay.once()
 
     def start(self) -> Any:
         """Run; return the seconds of one call, or on CUDA the events around it."""
@@ -69,9 +92,10 @@ class Contestant:
 
     def host_seconds(self, calls: int = 100) -> float:
         """Return the host's time of a warm call, of calls back to back that do not wait for the device."""
+        if not self.eager:  # an eager one has run at least twice
+            for _ in range(3):
+                self.run()
         torch.cuda.synchronize()
-        for _ in range(3):
-            self.run()
         begin, done = time.perf_counter(), 0
         while done < calls and time.perf_counter() - begin < HOST_SECONDS:
             self.run()
@@ -142,7 +166,10 @@ def race(contestants: dict[str, Contestant], device: str, settings: Settings) ->
             break
         started = {}
         for name, contestant in contestants.items():
-            flush(device)
+            if contestant.eager and device == "cuda":
+                torch.cuda.synchronize()
+            else:
+                flush(device)
             started[name] = contestant.start()
         if device == "cuda":
             torch.cuda.synchronize()

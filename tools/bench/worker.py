@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -45,6 +46,7 @@ class Job:
     threads: int = 1
     details: bool = False  # as for measure
     until: float = float("inf")  # time of the system's clock after which no further row starts
+    part_seconds: float = float("inf")  # after which a part's other rows are left to the next call
     row_seconds: float = 900.0  # after which a row is abandoned and the process ends
     settings: dict[str, Any] = field(default_factory=dict)  # of timing.Settings
     share: tuple[int, int] | None = None  # (number, count) of the rows to run once, to fill the compilers' caches
@@ -110,6 +112,8 @@ def work(job: Job) -> None:
         rates = roofline.ceilings(job.device)
         write(ceilings=rates)
     settings = Settings(**job.settings)
+    spent: Counter[str] = Counter()
+    over = False
     for number, (name, case) in enumerate(chosen(job)):
         key = f"{name}: {case.name}"
         if key in done or (job.share and number % job.share[1] != job.share[0]):
@@ -117,6 +121,11 @@ def work(job: Job) -> None:
         if time.time() > job.until:
             write(over=True)
             return
+        part = case.part or name
+        if spent[part] > job.part_seconds:
+            over = True
+            continue
+        begun = time.perf_counter()
         write(start=key)
         faulthandler.dump_traceback_later(job.row_seconds, exit=True)
         try:
@@ -132,9 +141,12 @@ def work(job: Job) -> None:
             os._exit(UNUSABLE)
         faulthandler.cancel_dump_traceback_later()
         write(done=key, rows=[{"room": name, **row} for row in rows])
+        spent[part] += time.perf_counter() - begun
         if job.share is None:
             for row in rows:
                 print(f"{name}: {report.line(row)}", flush=True)
+    if over:
+        write(over=True)
 
 
 def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, begin: Any) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ NAMES = (
     "sequence_attention", "vision_transformers", "halves", "calls",
 )  # fmt: skip
 # Measured when named, and in part longer.
-MORE = ("modules", "mmcv_ext", "space_time", "end_to_end", "copies")
+MORE = ("modules", "mmcv_ext", "space_time", "end_to_end", "copies", "eager", "mm_models", "timm_models")
+MODELS = ("mm_models", "timm_models")  # whose rows follow the models, which are slow to build
 
 
 def cases(name: str, device: str) -> list[Case]:
@@ -23,4 +24,4 @@ def cases(name: str, device: str) -> list[Case]:
     if name not in (*NAMES, *MORE):
         raise KeyError(name)
     rows = importlib.import_module(f"{__package__}.{name}").cases(device)
-    return rows if device == "cpu" else sorted(rows, key=lambda case: list(KINDS).index(case.kind))
+    return rows if device == "cpu" or name in MODELS else sorted(rows, key=lambda case: list(KINDS).index(case.kind))

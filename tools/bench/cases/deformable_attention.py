@@ -25,7 +25,7 @@ ROWS = {
 }
 
 
-def operands(shapes: tuple, queries: int | None) -> Callable[[torch.dtype], list[Tensor]]:
+def operands(shapes: tuple, queries: int | None, batch: int = 1) -> Callable[[torch.dtype], list[Tensor]]:
     """Return a function that draws value, float32 locations about two pixels from reference points, and weights."""
     S, L = sum(h * w for h, w in shapes), len(shapes)
 
@@ -36,9 +36,9 @@ def operands(shapes: tuple, queries: int | None) -> Callable[[torch.dtype], list
         reference = torch.cat(points) if queries is None else torch.rand(queries, 2)
         Q = len(reference)
         sizes = torch.tensor([(w, h) for h, w in shapes]).view(L, 1, 2)
-        locations = reference.view(1, Q, 1, 1, 1, 2) + 2 * torch.randn(1, Q, M, L, K, 2) / sizes
-        weights = torch.rand(1, Q, M, L * K).softmax(-1).view(1, Q, M, L, K)
-        return [torch.randn(1, S, M, D, dtype=dtype), locations, weights]
+        locations = reference.view(1, Q, 1, 1, 1, 2) + 2 * torch.randn(batch, Q, M, L, K, 2) / sizes
+        weights = torch.rand(batch, Q, M, L * K).softmax(-1).view(batch, Q, M, L, K)
+        return [torch.randn(batch, S, M, D, dtype=dtype), locations, weights]
 
     return draw
 

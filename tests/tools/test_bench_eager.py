@@ -1,0 +1,113 @@
+"""Rows as users run them: eager calls with the host's time, and whole models, stock beside ours in one process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from tests.tools.test_bench import Clock
+from tools.bench import cases, report, results, table, timing, worker
+from tools.bench.case import Case
+from tools.bench.cases import timm_models
+from tools.bench.measure import measure
+from tools.bench.timing import Contestant, Settings, race
+
+needs_toolkits = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mmdet", "mmseg"))), reason="mmdet or mmsegmentation is not installed"
+)
+
+
+def test_eager_calls_run_back_to_back_and_include_the_hosts_time(monkeypatch):
+    waited, graphs = [], []
+    monkeypatch.setattr(torch.cuda, "Event", Clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(None))
+    monkeypatch.setattr(timing, "flush", lambda device: pytest.fail("flushed: the host would run ahead meanwhile"))
+    monkeypatch.setattr(timing, "captured", lambda run: graphs.append(run) or Clock.taking(1e-5))
+    run = Clock.taking(1e-3)
+    runs = {"ours": Contestant(run, "cuda", timing="eager"), "whole": Contestant(run, "cuda", timing="whole")}
+    assert graphs == [run]  # of a whole model none
+    assert runs["ours"].calls == 5
+    assert runs["ours"].how["graph"] == pytest.approx(1e-5)
+    assert runs["whole"].how.keys() == {"how", "calls", "host"}
+    waited.clear()
+    times = race(runs, "cuda", Settings(seconds=0, min_rounds=3))
+    assert times == {name: [pytest.approx(1e-3)] * 3 for name in runs}
+    assert len(waited) == 3 * (2 + 1)  # before each sample, and at the end of a round
+
+
+def test_medians_are_compared():
+    times = {"ours": [1.0, 2.0, 2.1], "a": [0.5, 3.0, 3.1], "b": [2.5, 2.6, 2.7]}
+    run = dict.fromkeys("ab", lambda: lambda: None)
+    case = Case("c", run["a"], run, timing="eager")
+    row = measure(case, "cpu", Settings(attempts=1), timer=lambda *_: times)
+    assert (row["by"], row["better_peer"], row["ratio"]) == ("median", "b", 1.3)
+    assert "2000 ms   1.30x over b" in report.line(row)
+    row["ours"] |= dict(how="eager", host=1.5, graph=0.5, memory=0)
+    assert report.cell(row["ours"]) == "1000 / 1500 · 2000 · 2050 (0.0), host 1500, graph 500"
+
+
+def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch):
+    rows = [Case(f"{part}{n}", lambda: lambda: None, part=part) for part in "ab" for n in (0, 1)]
+    monkeypatch.setattr(worker, "cases", lambda name, device: rows)
+    job = worker.Job(["eager"], "cpu", str(tmp_path / "r.jsonl"), part_seconds=0, settings=dict(seconds=0, rounds=1))
+    for done, over in ((["a0", "b0"], True), (["a0", "b0", "a1", "b1"], False)):
+        worker.work(job)
+        lines = worker.read(tmp_path / "r.jsonl")
+        assert [line["done"].removeprefix("eager: ") for line in lines if "done" in line] == done
+        assert ("over" in lines[-1]) == over
+
+
+# --- whole models -------------------------------------------------------------------------------------------------
+
+
+def both_run(room, number):
+    """Run both passes of a model beside its peer; return the losses."""
+    prediction, training = (cases.cases(room, "cpu")[2 * number + n] for n in range(2))
+    ((_, peer),) = prediction.peers.items()
+    for run in (prediction.ours, peer):
+        run()()
+    ((_, peer),) = training.peers.items()
+    return float(training.ours()()), float(peer()())
+
+
+@pytest.mark.parametrize("number", range(len(timm_models.ACCELERATED) + len(timm_models.RESNETS)))
+def test_models_of_timm_run(one_thread, number):
+    ours, peer = both_run("timm_models", number)
+    if number < len(timm_models.ACCELERATED):  # the others are different models
+        assert ours == pytest.approx(peer, rel=1e-4)
+    assert 0 < ours < float("inf")
+
+
+@needs_toolkits
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(7))
+def test_models_of_mmdet_and_mmseg_compute_the_same(one_thread, number):
+    import mmcv.cnn.bricks.transformer as transformer
+
+    from tests.mm.drop_in_helpers import restore
+    from tools.bench.cases import mm_models
+
+    restore()
+    assert len(mm_models.MODELS) == 7
+    before = transformer.MultiheadAttention.forward
+    ours, stock = both_run("mm_models", number)
+    assert ours == pytest.approx(stock, rel=1e-3)
+    assert transformer.MultiheadAttention.forward is before
+    with mm_models.layers(ours=True):
+        assert transformer.MultiheadAttention.forward is not before
+
+
+def test_the_table_of_a_gpu(tmp_path):
+    row = measure(Case("c, 8x8, TF32, prediction", lambda: lambda: None, timing="whole"), "cpu", Settings(rounds=5))
+    rows = [row | dict(room="mm_models"), row | dict(room="eager", case="op, forward"), dict(error="", case="x")]
+    machine = dict(gpu="H200", torch="2", cuda="13", triton="3", date="2026-01-01")
+    (tmp_path / "gpu-eager.json").write_text(json.dumps(dict(format=results.FORMAT, machine=machine, rows=rows)))
+    text = table.generate(tmp_path, "gpu_eager")
+    assert "| operator | peers | forward | forward+backward | memory |" in text
+    assert "| whole model | peers | prediction | training step | memory |" in text
+    assert "\n| c, 8x8, TF32 |  |" in text
+    assert "Median times of ours in eager PyTorch on an H200" in text
+    assert "Not measured yet in this way: `gpu-eager`." in table.generate(tmp_path / "none", "gpu_eager")

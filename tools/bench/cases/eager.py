@@ -1,0 +1,85 @@
+"""Operators as users call them: eager, with the host's time, beside a CUDA graph; on CPUs at tiny sizes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attn_plugins.ops import deformable_attention
+
+from ..case import Case, Maker, problem
+from . import criss_cross, deform_conv, global_attention, sequence_attention, vision_transformers, window_attention
+from . import deformable_attention as attention
+
+KINDS = {"cpu": ("float32",), "cuda": ("float16", "float32", "TF32", "bfloat16")}
+CONVOLUTIONS = {"cpu": ((1, 16, 8, 9, 1),), "cuda": ((2, 256, 50, 68, 1), (16, 256, 64, 64, 1))}
+LEVELS = {"cpu": ((10, 13), (5, 7)), "cuda": ((100, 168), (50, 84), (25, 42), (13, 21))}
+# Rows of other benchmarks that are called in this way as well, on CUDA.
+OTHERS = {
+    window_attention: r"(content|content and position|dynamic convolution), .* 7x7",
+    sequence_attention: r"band, .* T 1024, k 21",
+    global_attention: r"all terms",
+    criss_cross: r"content,",
+    vision_transformers: r"Swin's windows, shifted",
+}
+
+
+def deformops_conv() -> Callable[..., Tensor]:
+    """Return deformops' convolution, which takes maps in channels-last order and offsets by group and tap."""
+    from deformops import registry
+
+    def run(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
+        places = offset.unflatten(1, (-1, 9, 2)).permute(0, 4, 5, 1, 2, 3)
+        factors = mask.unflatten(1, (-1, 9)).permute(0, 3, 4, 1, 2)
+        maps = input.permute(0, 2, 3, 1)
+        return registry.conv(maps, places, weight, None, factors, 1, 1, 1).permute(0, 3, 1, 2)
+
+    return run
+
+
+def deformops_attention(shapes: tuple) -> Callable[..., Tensor]:
+    from deformops import registry
+
+    sizes = torch.tensor(shapes)
+    starts = torch.cat((sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]))
+    return lambda value, locations, weights: registry.msda(value, sizes, starts, locations, weights)
+
+
+def cases(device: str) -> list[Case]:
+    rows = []
+    for size in CONVOLUTIONS[device]:
+        peers: dict[str, Maker] = {
+            "torchvision": deform_conv.torchvision, "mmcv": deform_conv.mmcv, "deformops": deformops_conv,
+        }  # fmt: skip
+        title = f"deform_conv2d {str(size[:-1]).replace(' ', '')}"
+        rows += problem(title, device, deform_conv.operands(size), lambda: deform_conv.ours, peers, kinds=KINDS[device])
+    shapes = LEVELS[device]
+    for title, queries in (("encoder", None), ("decoder", 300 if device == "cuda" else 7)):
+        draw = attention.operands(shapes, queries, batch=2)
+
+        def inputs(dtype: torch.dtype, draw: Callable[[torch.dtype], list[Tensor]] = draw) -> list[Tensor]:
+            return [tensor.to(dtype) for tensor in draw(dtype)]
+
+        rows += problem(
+            f"deformable_attention, {title}, B 2, Q {queries or sum(h * w for h, w in shapes)}, L {len(shapes)}",
+            device,
+            inputs,
+            lambda: lambda value, locations, weights: deformable_attention(value, shapes, locations, weights),
+            {
+                "mmcv": lambda: attention.mmcv(shapes, device == "cuda"),
+                "grid_sample": lambda: attention.grid_sample(shapes),
+                "deformops": lambda: deformops_attention(shapes),
+            },
+            kinds=[kind for kind in KINDS[device] if kind != "TF32"],
+        )
+    for module, pattern in OTHERS.items() if device == "cuda" else ():
+        name = module.__name__.rpartition(".")[2]
+        for case in module.cases(device):
+            if re.match(pattern, case.name):
+                peers = {title: peer for title, peer in case.peers.items() if "definition" not in title}
+                rows.append(replace(case, name=f"{name}: {case.name}", peers=peers))
+    return [replace(case, timing="eager", part=re.split("[ ,:]", case.name)[0], main=True) for case in rows]

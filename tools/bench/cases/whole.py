@@ -1,0 +1,86 @@
+"""Steps of whole models that a process holds side by side: a prediction, and a training step with its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..case import KINDS, Case, Run
+
+ON_CPU, ON_CUDA = ("float32",), ("TF32", "autocast to float16", "autocast to bfloat16", "float32")
+PASSES = ("prediction", "training step")
+
+
+@dataclass
+class Steps:
+    """A model on its device, with synthetic data."""
+
+    network: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[], Tensor]
+    predict: Callable[[], object]
+    layers: Callable[[], AbstractContextManager[object]] = nullcontext  # in which the model's layers are those named
+
+
+def step(steps: Steps, kind: str, training: bool, device: str) -> Run:
+    """Return a prediction, or a training step that returns its loss, in the arithmetic of a key of ``KINDS``.
+
+    float16 trains with PyTorch's scaler of gradients. TF32 is on but for float32, also outside autocast.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = kind != "float32"
+    dtype = KINDS[kind].autocast
+    cast = partial(torch.autocast, device, dtype or torch.bfloat16, enabled=dtype is not None)
+    scaler = torch.amp.GradScaler(device, init_scale=1.0, enabled=dtype is torch.float16)
+    steps.network.train(training)
+
+    def predict() -> object:
+        with steps.layers(), torch.no_grad(), cast():
+            return steps.predict()
+
+    def train() -> Tensor:
+        torch.manual_seed(1)  # for box samplers and dropout
+        with steps.layers():
+            with cast():
+                loss = steps.loss()
+            scaler.scale(loss).backward()
+            scaler.step(steps.optimizer)
+            scaler.update()
+            steps.optimizer.zero_grad()
+        return loss.detach()
+
+    return train if training else predict
+
+
+def rows(
+    title: str, peer: str, built: Callable[[str], Mapping[str, Steps]], device: str, part: str | None = None
+) -> list[Case]:
+    """Return the rows of a model beside ``peer``, for each kind of arithmetic and both passes.
+
+    Args:
+        title: Name of the rows.
+        peer: Name of the other model in what ``built`` returns, beside ``"ours"``.
+        built: Builds both models on a device, once for rows that follow one another.
+        device: ``cpu`` or ``cuda``.
+        part: See :class:`..case.Case`; None for the title.
+    """
+
+    def prepared(name: str, kind: str, training: bool) -> Run:
+        return step(built(device)[name], kind, training, device)
+
+    return [
+        Case(
+            f"{title}, {kind}, {pass_name}",
+            partial(prepared, "ours", kind, training),
+            {peer: partial(prepared, peer, kind, training)},
+            kind=kind,
+            timing="whole",
+            part=part or title,
+        )
+        for kind in (ON_CPU if device == "cpu" else ON_CUDA)
+        for training, pass_name in zip((False, True), PASSES)
+    ]
