@@ -16,6 +16,7 @@ ADAPTERS = {
     "timm": {"timm"},
     "fairseq": {"fairseq", "omegaconf", "hydra"},
     "transformers": {"transformers", "rfdetr", "ultralytics"},
+    "torchvision": {"torchvision"},
 }
 # Files of an adapter that offer another adapter's models to its toolkit. They import the other toolkit only within
 # functions, so that users of one toolkit do not need the other.
