@@ -77,7 +77,8 @@ def test_a_forced_backend_that_refuses_or_is_unknown_is_an_error():
     operator, args, kwargs = CALLS["window_attention"]
     with backend("cuda"), pytest.raises(ValueError, match="backend 'cuda' does not compute this window_attention: its"):
         operator(*args, **kwargs)
-    with backend("magic"), pytest.raises(ValueError, match="backend must be one of cpu, cuda, eager, reference for"):
+    names = "cpu, cuda, triton, eager, reference"
+    with backend("magic"), pytest.raises(ValueError, match=f"backend must be one of {names} for"):
         operator(*args, **kwargs)
     operator(*args, **kwargs)  # no backend is forced any more
 

@@ -23,9 +23,10 @@ from tests.ops.test_contract import BOUNDS, FIRST, Calls, assert_close, differen
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 SINGLE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torch.float64
-ATTEND_IN_TRITON = ["global_attention", "sequence_attention", "criss_cross_attention, content"]
+ATTEND_IN_TRITON = ["global_attention", "sequence_attention", "criss_cross_attention, content", "window_attention"]
+LOGITS_IN_TRITON = [n for n in ATTEND_IN_TRITON if "content" not in n]
 ONE_EACH = [*ATTEND_IN_TRITON, "deformable_attention"]  # of Triton's
-IN_TRITON = [n for n in EXAMPLES if n.startswith(("global_attention", "sequence_attention")) or n in ONE_EACH[2:]]
+IN_TRITON = [n for n in EXAMPLES if n.startswith(("global", "sequence", "window")) or n in ONE_EACH[2:]]
 ATTENTION = [n for n in EXAMPLES if "attention" in n and "deformable" not in n and "prefix" not in n]
 Row = tuple[str, "str | None", str, torch.dtype]
 THERE = {"cpu": library.has_kernel("cpu"), "torchvision": find_spec("torchvision") is not None}
@@ -56,7 +57,8 @@ def by_row(*args, **kwargs):
 
 def drawn(name: str, backend: str | None, device: str, dtype: torch.dtype, size="small", **extents) -> Example:
     if backend == "triton" and device == "cpu" and not extents:
-        size, extents = "tiny", dict(map=(2, 3)) if name.startswith("criss_cross") else dict(B=2)
+        size, extents = "tiny", {} if name.startswith("criss_cross") else dict(B=2)
+        extents |= dict(map=(2, 3)) if name.startswith(("criss_cross", "window")) else {}
     return example(name, size, device, dtype, **extents)
 
 
@@ -79,7 +81,7 @@ def check(some: Example, backend: str | None, dtype: torch.dtype) -> dict[str, T
     return actual
 
 
-HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF)))
+HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF, HALF)))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,8 @@ EMPTY = {
     "name, backend, extents",
     [
         *((n, backend, e) for n in EMPTY for backend in plain_backends(n) for e in EMPTY[n]),
-        *(pytest.param(n, "triton", e, marks=triton_checks.needs_triton) for n in ONE_EACH for e in EMPTY[n]
+        *(pytest.param(n, "triton", e, marks=triton_checks.needs_triton)
+          for n in [*ONE_EACH, "window_attention, content"] for e in EMPTY.get(n, ())
           if n != ONE_EACH[2] or "dv" in e),
     ],
     ids=str,
@@ -214,7 +217,7 @@ LEADING = dict(global_attention="row_logits", sequence_attention="position_logit
 WITH_LOGITS = [n for n in ATTENTION if not any(word in n for word in ("content", "band", "range"))]
 
 
-@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=ONE_EACH[:2])
+@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=LOGITS_IN_TRITON)
 def test_masks_and_extreme_logits(name, backend, device, dtype):
     """Fully masked queries return zeros and have no gradients; queries of one key return its value."""
     some = drawn(name, backend, device, dtype, **dict(B=2, M=2, d=8))
@@ -265,7 +268,7 @@ def test_nan_is_not_hidden(name, backend, device, dtype):
     assert output.isfinite().all()
 
 
-@by_row(ATTENTION, in_triton=ONE_EACH[:2])
+@by_row(ATTENTION, in_triton=LOGITS_IN_TRITON)
 def test_logits_broadcast(name, backend, device, dtype):
     """Logits of size 1 in batch, heads or queries give what expanded ones give; their gradient is the sum."""
     some = drawn(name, backend, device, dtype)
@@ -316,6 +319,7 @@ TRITONS = {
     "global_attention": ["crop", "one for all"],
     "sequence_attention": ["heads innermost", "every second"],
     "criss_cross_attention, content": ["channels second", "misaligned"],
+    "window_attention": ["heads innermost", "every second"],
     "deformable_attention": ["crop", "misaligned"],
 }
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_plugins.ops import backend, deform_conv2d, deformable_attention, explain, window_attention
-from attn_plugins.ops.common import backends, library
+from attn_plugins.ops.common import backends, library, triton_launch
 from attn_plugins.ops.deform_conv import cuda, deform_conv
 from attn_plugins.ops.window_attention.operands import Options
 from attn_plugins.ops.window_attention.operands import Terms as WindowTerms
@@ -38,6 +38,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(library, "_code_refusal", code_refusal)
     monkeypatch.setattr(library, "_gpu", lambda device: device.index or 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
+    monkeypatch.setattr(triton_launch, "_refusal", lambda index: "the device is too old")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Ancient {index + 7}")
     caches = [library._gpu_failure, backends._warn]
     for cache in caches:

@@ -17,6 +17,7 @@ from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.deformable_attention import deformable_attention as deformable
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
+from attn_plugins.ops.window_attention import window_attention as window
 from tests.helpers.idle_device import idle_device
 from tests.helpers.triton_checks import compiled_variants
 from tests.helpers.triton_compile import compiled, everywhere, launches, variants
@@ -56,6 +57,14 @@ def pyramids(Q: int, *shapes: tuple[int, int], d=32, M=8, K=4, dtype=HALF) -> Ca
     return lambda: (operator, terms, operator.options([n for shape in shapes for n in shape], [K] * len(shapes)))
 
 
+def windows(H: int, W: int, kernel: tuple[int, int], d=32, B=2, M=8, dtype=HALF) -> Call:
+    operator = window.ATTEND
+    maps = [meta(B, H, W, 3, M, d, dtype=dtype)[:, :, :, n].permute(0, 3, 1, 2, 4) for n in range(3)]
+    terms = operator.terms(*maps, meta(1, M, H, W, kernel[0] * kernel[1], dtype=dtype))
+    options = operator.options(kernel, (1, 1), (kernel[0] // 2, kernel[1] // 2), (1, 1), "exclude", 1.0)
+    return lambda: (operator, terms, options)
+
+
 def no_size_is_compiled_for() -> None:
     """Twenty sizes compile what one does; short queries and keys, and widths, have tiles of their own."""
     for d in (32, 24, 5):
@@ -66,6 +75,11 @@ def no_size_is_compiled_for() -> None:
     once = compiled_variants(pyramids(300, (50, 84), (25, 42)))
     assert len(once) == 2
     for call in (pyramids(1, (1, 1), (16, 16), M=1), pyramids(22223, (100, 167), (7, 3), K=8)):
+        assert compiled_variants(call) == once
+
+    once = compiled_variants(windows(50, 84, (7, 7)))
+    assert len(once) == 3
+    for call in (windows(16, 16, (3, 3), M=4), windows(1, 97, (1, 13), B=3), windows(33, 1, (5, 1))):
         assert compiled_variants(call) == once
 
     first, *others = [compiled_variants(sequences(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n)) for n in range(20)]
@@ -104,6 +118,7 @@ def kernels_compile(capability: int) -> None:
         (maps((50, 84), (25, 42), torch.bfloat16), "both"),
         *((pyramids(300, (50, 84), (25, 42), **sizes), "both")
           for sizes in (dict(), dict(dtype=SINGLE), dict(d=5, K=3), dict(d=200, dtype=torch.bfloat16))),
+        *((windows(50, 84, (7, 7), **sizes), "both") for sizes in (dict(), dict(d=64, dtype=SINGLE), dict(d=19))),
     ]  # fmt: skip
     for call, passes in calls:
         for variant, kernel in variants(launches(*call(), passes=passes, capability=capability)).items():
@@ -142,6 +157,8 @@ def calls() -> Iterator[tuple]:
             yield sequence_attention.ATTEND, (*flat, None, None, position), options
             places = torch.rand(2, 6, 3, 4, 2).to(dtype)
             yield deformable.ATTEND, (drawn(2, H * W, 3, d), places, places[..., 0].clone()), ((H, W), (4,))
+            geometry = (1, 3), (1, 1), (0, 1), (1, 1), "zero", 0.5
+            yield window.ATTEND, (*content, drawn(1, 3, H, W, 3)), geometry
             if dtype == torch.bfloat16:
                 yield criss_cross.ATTEND, (*content, None), (0.5, True)
 

@@ -1,8 +1,8 @@
 """Region "window": attention to the keys around each query, of sequences and of maps.
 
 Local bilateral attention, dynamic convolution, stand-alone local attention and range-limited generalized attention
-use this operator with different logits. Compiled kernels (``csrc/window_attention``) compute it on CPUs and on CUDA;
-elsewhere it is computed in plain PyTorch, tap by tap.
+use this operator with different logits. Compiled kernels (``csrc/window_attention``) compute it on CPUs and on CUDA,
+Triton's on CUDA where none are compiled; elsewhere it is computed in plain PyTorch, tap by tap.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype, broadcasts, check_tensors, expand, finite
 from ..common.operator import Operator, counts_of_products
-from . import cpu, cuda, eager, reference
+from . import cpu, cuda, eager, reference, triton
 from .operands import Options, Terms
 
 Border = Literal["exclude", "zero"]
@@ -168,6 +168,6 @@ ATTEND = Operator(
     keeps=("output", "log_sum_exp"),
     fake=_results,
     reference=lambda terms, options: reference.window_attention(*terms, *options),
-    table=[cpu.BACKEND, cuda.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
 )

@@ -1,0 +1,245 @@
+"""Triton's kernels of window attention; see :mod:`.triton`.
+
+A program has one head of a block of queries (or of keys) of an image and goes through the taps, each of which reads one
+key (or query) for every row of the block. Strides are multiples of ``UNIT`` and counted in it, so that what Triton
+knows of their divisibility is the same for maps of all sizes.
+
+Shapes: BLOCK queries or keys, D and DV the widths of a head, as powers of two WIDE_D and WIDE_DV.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_STRIDED = ("query", "key", "value", "output", "slopes", "grad_query", "grad_key", "grad_value")
+# Another size of map or window compiles nothing.
+_SIZES = ["M", "Hq", "Wq", "Hk", "Wk", "taps_y", "taps_x", "stride_y", "stride_x", "pad_y", "pad_x"]
+_SIZES += ["step_y", "step_x", "position_batch", "position_head"]
+_SIZES += [f"{name}_{axis}" for name in _STRIDED for axis in "bmhw"]
+
+
+def _kernel(function):
+    """Compile ``function`` by Triton, once for all sizes."""
+    return triton.jit(function, do_not_specialize=[name for name in _SIZES if name in function.__code__.co_varnames])
+
+
+@triton.jit
+def _place(M, size, BLOCK: tl.constexpr):
+    """Return this program's image, head and first query or key."""
+    program = tl.program_id(0)
+    m = program % M
+    blocks = tl.cdiv(size, BLOCK)
+    return (program // M // blocks).to(tl.int64), m.to(tl.int64), program // M % blocks * BLOCK
+
+
+@triton.jit
+def _tile(ptr, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """Pointers to the channels of cells of a map, (BLOCK, WIDE), and which of them there are."""
+    channels = tl.arange(0, WIDE)
+    inside = there[:, None]
+    if WIDTH != WIDE:
+        inside = inside & (channels < WIDTH)[None, :]
+    return ptr + ((row * h + column * w) * UNIT)[:, None] + channels[None, :], inside
+
+
+@triton.jit
+def _load(ptr, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """Return cells of a map in float32, 0 where there are none."""
+    pointers, inside = _tile(ptr, row, column, h, w, there, WIDTH, WIDE, UNIT)
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, values, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    pointers, inside = _tile(ptr, row, column, h, w, there, WIDTH, WIDE, UNIT)
+    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _logits(query, key, position, at, there, inside, scale, BLOCK: tl.constexpr, EXCLUDE: tl.constexpr):
+    """Return the logits of one tap: (BLOCK). ``at`` are their offsets among the position logits."""
+    logits = tl.zeros((BLOCK,), tl.float32)
+    if query is not None:
+        logits += tl.sum(query * key, 1) * scale
+    if position is not None:
+        logits += tl.load(position + at, mask=there, other=0.0).to(tl.float32)
+    if EXCLUDE:
+        logits = tl.where(inside, logits, float("-inf"))
+    return logits
+
+
+@_kernel
+def attend(
+    value, query, key, position, output, lse, scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x,
+    pad_y, pad_x, step_y, step_x, position_batch, position_head,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    output_b, output_m, output_h, output_w,
+    D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
+    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the output and the log-sum-exp of a block of queries, by a softmax that goes on from tap to tap."""
+    b, m, first = _place(M, Hq * Wq, BLOCK)
+    n = first + tl.arange(0, BLOCK)
+    there = n < Hq * Wq
+    row = n // Wq
+    column = n % Wq
+    value += (b * value_b + m * value_m) * UNIT
+    output += (b * output_b + m * output_m) * UNIT
+    q = None
+    if query is not None:
+        key += (b * key_b + m * key_m) * UNIT
+        query += (b * query_b + m * query_m) * UNIT
+        q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
+    if position is not None:
+        position += b * position_batch + m * position_head
+    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    mixed = tl.zeros((BLOCK, WIDE_DV), tl.float32)
+    for y in range(0, taps_y):
+        for x in range(0, taps_x):
+            h = row * stride_y - pad_y + y * step_y
+            w = column * stride_x - pad_x + x * step_x
+            inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
+            k = None
+            if query is not None:
+                k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
+            v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
+            at = (n * taps_y + y) * taps_x + x
+            logits = _logits(q, k, position, at, there, inside, scale, BLOCK, EXCLUDE)
+            higher = tl.maximum(highest, logits)
+            finite = tl.where(higher > float("-inf"), higher, 0.0)  # all masked so far: every weight is exp(-inf)
+            weights = tl.exp(logits - finite)
+            faded = tl.exp(highest - finite)
+            total = total * faded + weights
+            mixed = mixed * faded[:, None] + weights[:, None] * v
+            highest = higher
+    masked = total == 0
+    total = tl.where(masked, 1.0, total)
+    _store(output, mixed / total[:, None], row, column, output_h, output_w, there, DV, WIDE_DV, UNIT)
+    sums = tl.where(masked, float("inf"), highest + tl.log(total))  # +inf gives weights of 0
+    tl.store(lse + (b * M + m) * Hq * Wq + n, sums, mask=there)
+
+
+@_kernel
+def gradients_of_queries(
+    value, query, key, position, slopes, lse, mean, grad_query, grad_position,
+    scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
+    position_batch, position_head,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    slopes_b, slopes_m, slopes_h, slopes_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
+    D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
+    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a block of queries and of their position logits, and the mean of the weights' gradients.
+
+    The gradient of a logit is its weight times what the weight's gradient, slopes·value, is above that mean. The first
+    turn computes the mean, as the output is too coarse in half precision.
+    """
+    b, m, first = _place(M, Hq * Wq, BLOCK)
+    n = first + tl.arange(0, BLOCK)
+    there = n < Hq * Wq
+    row = n // Wq
+    column = n % Wq
+    value += (b * value_b + m * value_m) * UNIT
+    slopes += (b * slopes_b + m * slopes_m) * UNIT
+    lse += (b * M + m) * Hq * Wq
+    mean += (b * M + m) * Hq * Wq
+    q = None
+    if query is not None:
+        key += (b * key_b + m * key_m) * UNIT
+        query += (b * query_b + m * query_m) * UNIT
+        q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
+    if position is not None:
+        position += b * position_batch + m * position_head
+    if grad_position is not None:
+        grad_position += (b * M + m) * Hq * Wq * taps_y * taps_x
+    slope = _load(slopes, row, column, slopes_h, slopes_w, there, DV, WIDE_DV, UNIT)
+    sums = tl.load(lse + n, mask=there, other=float("inf"))
+    average = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK, WIDE_D), tl.float32)
+    for turn in tl.static_range(2):
+        for y in range(0, taps_y):
+            for x in range(0, taps_x):
+                h = row * stride_y - pad_y + y * step_y
+                w = column * stride_x - pad_x + x * step_x
+                inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
+                k = None
+                if query is not None:
+                    k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
+                v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
+                at = (n * taps_y + y) * taps_x + x
+                weights = tl.exp(_logits(q, k, position, at, there, inside, scale, BLOCK, EXCLUDE) - sums)
+                of_weights = tl.sum(slope * v, 1)
+                if turn == 0:
+                    average += weights * of_weights
+                else:
+                    of_logits = weights * (of_weights - average)
+                    if grad_query is not None:
+                        total += of_logits[:, None] * k
+                    if grad_position is not None:
+                        tl.store(grad_position + at, of_logits.to(grad_position.dtype.element_ty), mask=there)
+    tl.store(mean + n, average, mask=there)
+    if grad_query is not None:
+        grad_query += (b * grad_query_b + m * grad_query_m) * UNIT
+        _store(grad_query, total * scale, row, column, grad_query_h, grad_query_w, there, D, WIDE_D, UNIT)
+
+
+@_kernel
+def gradients_of_keys(
+    value, query, key, position, slopes, lse, mean, grad_key, grad_value,
+    scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
+    position_batch, position_head,
+    value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
+    slopes_b, slopes_m, slopes_h, slopes_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
+    grad_value_b, grad_value_m, grad_value_h, grad_value_w,
+    D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
+    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of a block of keys and values, which each tap gets from one query or none."""
+    b, m, first = _place(M, Hk * Wk, BLOCK)
+    n = first + tl.arange(0, BLOCK)
+    there = n < Hk * Wk
+    row = n // Wk
+    column = n % Wk
+    slopes += (b * slopes_b + m * slopes_m) * UNIT
+    lse += (b * M + m) * Hq * Wq
+    mean += (b * M + m) * Hq * Wq
+    k = None
+    if query is not None:
+        key += (b * key_b + m * key_m) * UNIT
+        query += (b * query_b + m * query_m) * UNIT
+        k = _load(key, row, column, key_h, key_w, there, D, WIDE_D, UNIT)
+    if position is not None:
+        position += b * position_batch + m * position_head
+    value += (b * value_b + m * value_m) * UNIT
+    v = _load(value, row, column, value_h, value_w, there, DV, WIDE_DV, UNIT)
+    of_key = tl.zeros((BLOCK, WIDE_D), tl.float32)
+    of_value = tl.zeros((BLOCK, WIDE_DV), tl.float32)
+    for y in range(0, taps_y):
+        for x in range(0, taps_x):
+            top = row + pad_y - y * step_y
+            left = column + pad_x - x * step_x
+            h = top // stride_y
+            w = left // stride_x
+            inside = there & (top >= 0) & (h * stride_y == top) & (h < Hq)
+            inside = inside & (left >= 0) & (w * stride_x == left) & (w < Wq)
+            q = None
+            if query is not None:
+                q = _load(query, h, w, query_h, query_w, inside, D, WIDE_D, UNIT)
+            slope = _load(slopes, h, w, slopes_h, slopes_w, inside, DV, WIDE_DV, UNIT)
+            place = h * Wq + w
+            at = (place * taps_y + y) * taps_x + x
+            sums = tl.load(lse + place, mask=inside, other=float("inf"))
+            weights = tl.exp(_logits(q, k, position, at, inside, inside, scale, BLOCK, EXCLUDE) - sums)
+            if grad_value is not None:
+                of_value += weights[:, None] * slope
+            if grad_key is not None:
+                average = tl.load(mean + place, mask=inside, other=0.0)
+                of_key += (weights * (tl.sum(slope * v, 1) - average))[:, None] * q
+    if grad_value is not None:
+        grad_value += (b * grad_value_b + m * grad_value_m) * UNIT
+        _store(grad_value, of_value, row, column, grad_value_h, grad_value_w, there, DV, WIDE_DV, UNIT)
+    if grad_key is not None:
+        grad_key += (b * grad_key_b + m * grad_key_m) * UNIT
+        _store(grad_key, of_key * scale, row, column, grad_key_h, grad_key_w, there, D, WIDE_D, UNIT)
