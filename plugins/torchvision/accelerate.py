@@ -51,7 +51,8 @@ class AcceleratedDeformConv2d(DeformConv2d):
         weight, bias, geometry = self.weight, self.bias, (self.stride, self.padding, self.dilation)
         if autocast_dtype(device) is None:
             return ops.deform_conv2d(input, offset, weight, bias, *geometry, mask)
-        terms = input, offset, weight, bias, mask
+        dtype, terms = input.dtype, (input, offset, weight, bias, mask)
         with torch.autocast(device, enabled=False):  # torchvision computes in float32 there; float64 stays
             cast: Any = [t if t is None or t.dtype == torch.float64 else t.float() for t in terms]
-            return ops.deform_conv2d(*cast[:4], *geometry, cast[4]).to(input.dtype)
+            input, offset, weight, bias, mask = cast
+            return ops.deform_conv2d(input, offset, weight, bias, *geometry, mask).to(dtype)
