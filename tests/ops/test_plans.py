@@ -11,6 +11,7 @@ from attn_plugins.ops.criss_cross_attention import criss_cross_attention as cris
 from attn_plugins.ops.deformable_attention import deformable_attention as deformable
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
+from attn_plugins.ops.window_attention import window_attention as window
 from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
 
 pytestmark = needs_triton
@@ -21,6 +22,7 @@ CALLS = {
     "key logits of one head": (global_attention, [(*MAP, 16)] * 3 + [None, None, (1, 1, 3, 4)], (0.5,)),
     "criss-cross": (criss_cross, [(*MAP, 16)] * 3 + [None], (0.5, True)),
     "samples": (deformable, [(2, 7, 1, 4), (2, 3, 1, 4, 2), (2, 3, 1, 4)], ((2, 3, 1, 1), (2, 2))),
+    "windows": (window, [(*MAP, 8)] * 3 + [(1, 1, 3, 4, 3)], ((1, 3), (1, 1), (0, 1), (1, 1), "exclude", 0.5)),
     "band": (sequence_attention, [(*SEQUENCE, 16)] * 3 + [(*SEQUENCE, 3), SEQUENCE, None], (MASK, 0, False, 0.5)),
     "pairs": (sequence_attention, [(*SEQUENCE, 8)] * 3 + [None, None, (1, 1, 12, 12)], (None, 0, True, 1.0)),
 }  # fmt: skip
