@@ -38,8 +38,8 @@ INTRODUCTION = """# Float32 products on CPUs: MKL and oneDNN
 `python -m tools.bench.products`, {date}, {processor}, {threads} threads, torch {torch}.
 
 GFLOP/s of the fastest call, in brackets the quartiles of all; calls alternate. `a @ b.T` is a linear layer, `a @ b` the
-gradient of its input, `a.T @ b` of its weight. Errors are the largest beside float64, over the largest result: oneDNN's, and
-MKL's in brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on, and where `a` is transposed from {narrow}
+gradient of its input, `a.T @ b` of its weight. Errors are the largest beside float64, over the largest result, MKL's in
+brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on, and where `a` is transposed from {narrow}
 columns on.
 """
 
