@@ -100,6 +100,7 @@ eager() { # as users run them; an operator or a model takes 100 s, and its other
     "$PYTHON" -m tools.bench ${EAGER:-eager mm_models timm_models} --device cuda --name gpu-eager --out "$OUT" \
         --minutes "${MINUTES:-8}" --part-seconds 100 --row-seconds 100 --wait 5 --resume 2>&1 | tee "$OUT/eager.log"
     local status=$?
+    rm -f build/gpu/gpu-eager.* # once all rows are there, there is no record of lines to resume
     cp "$OUT"/gpu-eager.* build/gpu
     return "$status"
 }
