@@ -288,6 +288,13 @@ def test_u_and_v_start_as_mmcvs(name, vectors):
         assert 0.95 / 32 < getattr(module, vector).abs().max() <= 1 / 32
 
 
+@pytest.mark.parametrize("name", ["BilateralNonLocal2d", "WindowSelfAttention"])
+def test_biases_start_at_zero(name):
+    biases = [parameter for key, parameter in VARIANTS[name]().named_parameters() if key.endswith(".bias")]
+    assert biases
+    assert not any(bias.any() for bias in biases)
+
+
 @pytest.mark.parametrize("name", [*UNCHANGING, "DeformableConv2d"])
 def test_the_start_is_the_identity_or_a_convolution_also_after_a_reset_in_any_order(name):
     module, (x,) = VARIANTS[name](), inputs(name)[0]

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from attn_plugins.terms.position_table import resize_position_table, table_logits
+from attn_plugins.terms.position_table import resize_position_table, table_logits, tap_logits
 
 SIZES = [(3, 5), (1, 4), (3, 1), (1, 1)]
 
@@ -83,6 +83,7 @@ def test_errors():
         ),
         (lambda: table_logits(torch.zeros(15), (3, 2)), r"table must have shape \(15, M\).*got \(15,\)"),
         (lambda: table_logits(torch.zeros(15, 2), 3), "size must be two ints, rows and columns.*got 3"),
+        (lambda: tap_logits(torch.zeros(18, 2), (3, 2), (3, 3)), r"table must have shape \(15, M\)"),
         (lambda: resize_position_table(torch.zeros(15, 2), (3, 2), (0, 2)), "new_size must be two ints"),
         (lambda: resize_position_table(torch.zeros(14, 2), (3, 2), (3, 3)), "table must have shape"),
     ):
