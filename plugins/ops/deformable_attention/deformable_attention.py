@@ -39,6 +39,10 @@ def deformable_attention(
     autocast, which casts only the value. Interpolation and sums are computed in float32, or in float64 for float64
     values.
 
+    Under ``torch.use_deterministic_algorithms(True)``, two runs have equal bits. The CUDA kernels then sum the value's
+    gradient in integers: with 22,323 queries and 4 points a level, each term errs by at most 2^-41 of the largest weight
+    times the largest gradient. PyTorch computes the backward of float64 values there, and of calls that Triton serves.
+
     Args:
         value: (B, S, M, d): the pixels of L maps, one map after another in row-major order, S = sum of H_l * W_l.
         spatial_shapes: ((H_1, W_1), ..., (H_L, W_L)), or an integer Tensor (L, 2), which is copied to the host. For a
