@@ -40,8 +40,8 @@ def deformable_attention(
     values.
 
     Under ``torch.use_deterministic_algorithms(True)``, two runs have equal bits. The CUDA kernels then sum the value's
-    gradient in integers: with 22,323 queries and 4 points a level, each term errs by at most 2^-41 of the largest weight
-    times the largest gradient. PyTorch computes the backward of float64 values there, and of calls that Triton serves.
+    gradient in integers: with 22,323 queries and 4 points a level, each term errs by at most 2^-41 times the largest
+    weight and the largest gradient. PyTorch computes float64's backward there, and that of calls which Triton serves.
 
     Args:
         value: (B, S, M, d): the pixels of L maps, one map after another in row-major order, S = sum of H_l * W_l.
