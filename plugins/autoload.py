@@ -8,7 +8,8 @@ point. The function imports no toolkit. It installs hooks that act right after t
   which fairseq refuses because a module called ``fairseq`` exists already;
 * ``mmengine.config.utils``: make ``_base_ = 'mmseg::...'`` resolve when mmseg comes from a distribution that
   is not called ``mmsegmentation``;
-* ``mmcv``: offer :mod:`attn_plugins.mmcv_ext` as ``mmcv._ext`` where mmcv is installed without its compiled operators.
+
+It also offers :data:`EXTENSIONS`, such as :mod:`attn_plugins.mmcv_ext` as ``mmcv._ext``, where none is compiled.
 
 ``ATTN_PLUGINS_AUTOLOAD=0`` disables these hooks, ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` all such entry points.
 """
@@ -42,6 +43,7 @@ def activate() -> None:
         for name in ACTIONS:
             if name not in _done:
                 after_import(name, _run)
+        stand_in_for_extensions()
     except Exception:
         logger.warning("attn_plugins could not install its toolkit hooks", exc_info=True)
 
@@ -171,22 +173,34 @@ def _repair_mmseg_name(utils: ModuleType) -> None:
             utils.MODULE2PACKAGE["mmseg"] = "mmseg"
 
 
+# Extensions for which a module of ours stands in, and what that module needs beside torch.
+EXTENSIONS: dict[str, tuple[str, str | None]] = {
+    "mmcv._ext": ("attn_plugins.mmcv_ext", "torchvision"),
+    "MultiScaleDeformableAttention": ("attn_plugins.extensions.ms_deform_attn", None),
+    "groundingdino._C": ("attn_plugins.extensions.ms_deform_attn", None),
+}
+
+
 class _ExtensionFinder(MetaPathFinder, Loader):
-    """Finder of ``mmcv._ext``; as the last finder it is asked only where mmcv has no compiled one."""
+    """Finder of :data:`EXTENSIONS`; as the last finder it is asked only where there is no compiled one."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname == "mmcv._ext" and importlib.util.find_spec("torchvision") is not None:
-            return ModuleSpec(fullname, self, origin=str(PACKAGE / "mmcv_ext"))
-        return None
+        if fullname not in EXTENSIONS:
+            return None
+        stand_in, needed = EXTENSIONS[fullname]
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            return None
+        return ModuleSpec(fullname, self, origin=stand_in)
 
     def exec_module(self, module):
-        stand_in = importlib.import_module("attn_plugins.mmcv_ext")
-        module.__dict__.update({name: getattr(stand_in, name) for name in (*stand_in.__all__, "__getattr__")})
-        logger.info("mmcv has no compiled operators: attn_plugins stands in")
+        stand_in = importlib.import_module(EXTENSIONS[module.__name__][0])
+        names = [*stand_in.__all__, *({"__getattr__"} & vars(stand_in).keys())]
+        module.__dict__.update({name: getattr(stand_in, name) for name in names})
+        logger.info("%s is not compiled: attn_plugins stands in", module.__name__)
 
 
-def stand_in_for_mmcv_ext(mmcv: ModuleType | None = None) -> None:
-    """Offer this package's operators as ``mmcv._ext``; a compiled extension takes precedence."""
+def stand_in_for_extensions() -> None:
+    """Offer this package's operators as :data:`EXTENSIONS`; a compiled extension takes precedence."""
     if not any(isinstance(finder, _ExtensionFinder) for finder in sys.meta_path):
         sys.meta_path.append(_ExtensionFinder())
 
@@ -197,7 +211,6 @@ ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "timm.models": _register_timm_models,
     "fairseq.utils": _accept_own_user_dir,
     "mmengine.config.utils": _repair_mmseg_name,
-    "mmcv": stand_in_for_mmcv_ext,
 }
 _finder = _PostImportFinder()
 _done: set[str] = set()

@@ -10,10 +10,11 @@ import os
 import platform
 from collections.abc import Collection
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import attn_plugins
-from attn_plugins.autoload import PACKAGE
+from attn_plugins.autoload import EXTENSIONS, PACKAGE
 from attn_plugins.install import checks
 from attn_plugins.install.packages import is_there
 
@@ -62,6 +63,7 @@ def main(required: Collection[str] = ()) -> int:
         _toolkits(report, required)
         print("hooks")
         _hooks(report)
+        _extensions(report)
     print()
     for text in report.broken:
         print(f"broken: {text}")
@@ -177,3 +179,23 @@ def _hooks(report: Report) -> None:
         report.line("autoload", "on: timm and fairseq load the plug-ins without an import")
     else:
         report.line("autoload", "off: this copy was not installed by pip; import attn_plugins.timm")
+
+
+def _extensions(report: Report) -> None:
+    """Report what serves as the extensions that research code compiles; that of mmcv stands with mmcv."""
+    for name, (stand_in, _) in EXTENSIONS.items():
+        package = name.rpartition(".")[0]
+        if package == "mmcv" or (package and find_spec(package) is None):
+            continue
+        try:
+            spec = find_spec(name)
+        except Exception as error:  # of the package that holds it
+            report.line("extensions", f"{name}: {_words(error)}")
+            continue
+        if spec is None:
+            text = "not compiled, and autoload is off; import attn_plugins.extensions"
+        elif spec.origin == stand_in:
+            text = "not compiled: attn_plugins stands in"
+        else:
+            text = f"compiled, in {spec.origin}"
+        report.line("extensions", f"{name}: {text}")

@@ -3,6 +3,6 @@
 torch before 2.5 calls no entry point; importing ``attn_plugins.mmcv``, as configs do, is then early enough.
 """
 
-from ..autoload import stand_in_for_mmcv_ext
+from ..autoload import stand_in_for_extensions
 
-stand_in_for_mmcv_ext()
+stand_in_for_extensions()

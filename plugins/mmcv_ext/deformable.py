@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +12,7 @@ from .. import ops
 from ..ops.deform_conv.deform_conv import CONVOLVE
 from ..ops.deform_conv.edge_rule import on_edge
 from ..ops.deform_conv.operands import Options, Terms
-from ..ops.deformable_attention.deformable_attention import ATTEND, shapes_on_host
-from ..ops.deformable_attention.operands import Options as AttentionOptions
-from ..ops.deformable_attention.operands import Terms as AttentionTerms
+from ..ops.deformable_attention.without_autograd import gradients
 from .calls import check, operator
 
 
@@ -201,9 +199,6 @@ def ms_deform_attn_backward(
     im2col_step: int,
 ) -> None:
     """Add the gradients of value, locations and weights."""
-    B, Q, M, L, K = attn_weight.shape
-    terms = AttentionTerms(value, sampling_loc.reshape(B, Q, M, L * K, 2), attn_weight.reshape(B, Q, M, L * K))
-    sizes: list[Any] = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
-    grads = ATTEND.gradients(grad_output, terms, AttentionOptions(sizes, [K] * L), [True] * 3)
+    grads = gradients(grad_output, value, spatial_shapes, sampling_loc, attn_weight)
     for target, grad in zip((grad_value, grad_sampling_loc, grad_attn_weight), grads):
-        target += grad.view_as(target)  # type: ignore[union-attr]
+        target += grad

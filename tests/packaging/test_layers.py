@@ -13,6 +13,7 @@ LAYERS = ["ops", "terms", "modules", "captioning"]
 ADAPTERS = {
     "mmcv": {"mmcv", "mmengine", "mmdet", "mmseg"},
     "mmcv_ext": {"torchvision"},  # what mmcv calls, so that it cannot import mmcv
+    "extensions": set(),
     "timm": {"timm"},
     "fairseq": {"fairseq", "omegaconf", "hydra"},
     "transformers": {"transformers", "rfdetr", "ultralytics"},

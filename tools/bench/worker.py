@@ -164,9 +164,9 @@ def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, be
 
 def main() -> None:
     """Run the job that the first argument describes in JSON."""
-    from attn_plugins.autoload import stand_in_for_mmcv_ext
+    from attn_plugins.autoload import stand_in_for_extensions
 
-    stand_in_for_mmcv_ext()  # mmcv's Python code may be here without its binary
+    stand_in_for_extensions()  # mmcv's Python code may be here without its binary
     job = Job(**json.loads(sys.argv[1]))
     work(job)
 
