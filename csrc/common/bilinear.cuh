@@ -15,34 +15,34 @@
 
 namespace attn_plugins {
 
-// (row, column) is the upper left pixel, from -1 on; dy and dx are the fractions. If `near` is false, no
+// (row, column) is the upper left pixel, from -1 on; dy and dx are the fractions. If `inside` is false, no
 // pixel is inside the map, and the sample is `outside`: 0, or NaN if dy or dx is.
 template <class A>
 struct Sample {
   int row = 0, column = 0;
   A dy = A(0), dx = A(0);
   A outside = A(0);
-  bool near = false;
+  bool inside = false;
 };
 
 template <class A>
 __device__ __forceinline__ Sample<A> sample_at(A y, A x, int H, int W) {
   Sample<A> s;
   // Comparisons that also put NaN outside: values outside must not be converted to an integer.
-  s.near = y >= A(-1) && y < A(H) && x >= A(-1) && x < A(W);
-  const A top = s.near ? floor(y) : A(0), left = s.near ? floor(x) : A(0);
+  s.inside = y >= A(-1) && y < A(H) && x >= A(-1) && x < A(W);
+  const A top = s.inside ? floor(y) : A(0), left = s.inside ? floor(x) : A(0);
   s.row = static_cast<int>(top);
   s.column = static_cast<int>(left);
-  s.dy = s.near ? y - top : A(0);
-  s.dx = s.near ? x - left : A(0);
+  s.dy = s.inside ? y - top : A(0);
+  s.dx = s.inside ? x - left : A(0);
   return s;
 }
 
 // The four pixels of a sample: the number of the upper left pixel in the map, and the distances to the pixels
-// to the right and below. `near` is 1 if any is inside the map, 0 if the weighted sample is 0, else -1: it is
-// NaN, as its weights are.
+// to the right and below. `inside` is 1 if any is inside the map, 0 if the weighted sample is 0, else -1: it
+// is NaN, as its weights are.
 struct alignas(16) Place {
-  int pixel, right, below, near;
+  int pixel, right, below, inside;
 };
 
 // Values of the four pixels, in the order upper left, upper right, lower left, lower right.
@@ -68,7 +68,7 @@ struct Staged {
         {upper * left * scale, upper * right * scale, lower * left * scale, lower * right * scale}};
     places[slot] = {first + (above ? 0 : s.row) * W + (before ? 0 : s.column), before || behind ? 0 : 1,
                     above || under ? 0 : W,
-                    s.near                      ? 1
+                    s.inside                    ? 1
                     : s.outside * scale == A(0) ? 0
                                                 : -1};
   }
@@ -108,11 +108,11 @@ __device__ __forceinline__ void blend(const Four<accumulate_t<T>>& weights, cons
   }
 }
 
-// Converts N channels of a sample to T, or returns 0 if `near` is 0.
+// Converts N channels of a sample to T, or returns 0 if `inside` is 0.
 template <class T, int N>
-__device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], int near) {
+__device__ __forceinline__ Vector<T, N> narrow_sample(const accumulate_t<T> (&total)[N], int inside) {
   Vector<T, N> value = narrow<T>(total);
-  if (near == 0) value.word = {};
+  if (inside == 0) value.word = {};
   return value;
 }
 
@@ -124,7 +124,7 @@ struct PixelSums {
 
   __device__ __forceinline__ PixelSums(const Sample<A>& s, const Four<A>& found, int H, int W)
       : dy(s.dy), dx(s.dx) {
-    const bool above = s.near && s.row >= 0, under = s.near && s.row + 1 < H;
+    const bool above = s.inside && s.row >= 0, under = s.inside && s.row + 1 < H;
     const bool before = s.column >= 0, behind = s.column + 1 < W;
     of[0] = above && before ? found.of[0] : A(0);
     of[1] = above && behind ? found.of[1] : A(0);

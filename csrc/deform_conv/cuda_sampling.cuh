@@ -100,7 +100,8 @@ __device__ __forceinline__ Sample<accumulate_t<T>> locate(const SamplingProblem<
       A(t.ox * p.stride_w - p.pad_w + kx * p.dilation_w) + widen(__ldg(offset + p.offset_strides.channel));
   *mask = p.mask ? A(widen(__ldg(p.mask + plane_index(p.mask_strides, t, channel)))) : A(1);
   Sample<A> s = sample_at<A>(y, x, p.H, p.W);
-  if (!s.near) {  // as in torchvision: 0 beyond the map, else NaN, and infinite positions have NaN fractions
+  if (!s.inside) {  // as in torchvision: 0 beyond the map, else NaN, and infinite positions have NaN
+                    // fractions
     s.dy = y - y, s.dx = x - x;
     const bool beyond = y < A(-1) || y >= A(p.H) || x < A(-1) || x >= A(p.W);
     s.outside = beyond ? A(0) : s.dy + s.dx;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void sample_taps(const Staged<accumulate_t<T>>& stage
   for (int u = 0; u < TAPS; ++u) {
     A total[N] = {};
     blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
-    const int near = staged.places[slot + u * teams].near;
-    if (u < writes) store(column + u * int64_t(column_step), narrow_sample<T>(total, near));
+    const int inside = staged.places[slot + u * teams].inside;
+    if (u < writes) store(column + u * int64_t(column_step), narrow_sample<T>(total, inside));
   }
 }
 
@@ -204,7 +205,7 @@ __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
   out[0] = narrow_to<T>(mask * sums.down());
   out[g.offset_strides.channel] = narrow_to<T>(mask * sums.across());
   if (!g.grad_mask) return;
-  g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.near ? sums.sampled() : s.outside);
+  g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.inside ? sums.sampled() : s.outside);
 }
 
 template <class T, int N>
@@ -258,8 +259,8 @@ __global__ void __launch_bounds__(kThreads, 2)
             sample[e] += weights.of[i] * x[e];
           }
         }
-        if (g.columns) store(g.columns + at, narrow_sample<T>(sample, place.near));
-        if (grad_image && place.near > 0) {
+        if (g.columns) store(g.columns + at, narrow_sample<T>(sample, place.inside));
+        if (grad_image && place.inside > 0) {
           const Corners<A> corners(grad_image + c, place, p.C * int(sizeof(A)));
 #pragma unroll
           for (int i = 0; i < 4; ++i) {

@@ -115,7 +115,7 @@ __device__ __forceinline__ void add_points(const Points& staged, int slot, int t
   }
 #pragma unroll
   for (int u = 0; u < POINTS; ++u) {
-    if (!staged.places[slot + u * teams].near) continue;
+    if (!staged.places[slot + u * teams].inside) continue;
     blend<T, N>(staged.weights[slot + u * teams], corner[u], total);
   }
 }
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 2)
           for (int e = 0; e < N; ++e) products[i] += x[e] * grad[e];
         }
         if constexpr (!kFixed) {
-          if (!grads.value || place.near <= 0) continue;
+          if (!grads.value || place.inside <= 0) continue;
           const Corners<A> targets(grads.value + team.head + c, place, sum_bytes);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
           for (int i = 0; i < 4; ++i) add_fixed(targets.at[i], shares.of[i] * factor);
         };
-        const int reached = place.near > 0 ? channels : 0;
+        const int reached = place.inside > 0 ? channels : 0;
 #pragma unroll
         for (int k = 0; k < N; ++k) {
           const int c = layout.lane + k * layout.lanes;

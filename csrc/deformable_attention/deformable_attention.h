@@ -14,12 +14,16 @@ inline ScalarType sum_type(const Tensor& t) {
 }
 
 // A `Kernels` class provides:
-//   static ScalarType compute_type(value)     dtype of the values that kernels read and of the outputs they
-//   write static Tensor readable(value)             value, or a copy whose strides kernels take static Tensor
-//   sums_of(value)              memory for the value's gradient, of dtype sum_type static void forward(value,
-//   locations, weights, output, shapes, points) static void backward(grad_output, value, locations, weights,
-//   grad_value, grad_locations, grad_weights, shapes,
-//                        points)              gradients that are not needed are undefined
+//   static ScalarType compute_type(value)
+//       dtype of the values that kernels read, and of the outputs that they write
+//   static Tensor readable(value)
+//       value, or a copy whose strides kernels take
+//   static Tensor sums_of(value)
+//       memory for the value's gradient, of dtype sum_type
+//   static void forward(value, locations, weights, output, shapes, points)
+//   static void backward(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights,
+//                        shapes, points)
+//       gradients that are not needed are undefined
 // Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type;
 // weights are (B, Q, M, P).
 
@@ -32,9 +36,9 @@ struct __attribute__((visibility("hidden"))) AttentionOperands {
       : value(Kernels::readable(to_dtype(value_, Kernels::compute_type(value_)))) {
     const ScalarType type = value.scalar_type();
     const bool as_they_are = locations_.scalar_type() == type && weights_.scalar_type() == type;
-    const ScalarType beside = as_they_are ? type : sum_type(value);
-    locations = as_contiguous(to_dtype(locations_, beside));
-    weights = as_contiguous(to_dtype(weights_, beside));
+    const ScalarType common = as_they_are ? type : sum_type(value);
+    locations = as_contiguous(to_dtype(locations_, common));
+    weights = as_contiguous(to_dtype(weights_, common));
     if (weights.dim() == 4) return;
     Sizes sizes{weights.size(0), weights.size(1), weights.size(2), 1};
     for (int64_t axis = 3; axis < weights.dim(); ++axis) sizes[3] *= weights.size(axis);
