@@ -42,6 +42,17 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
 
 
+@pytest.mark.parametrize("kind", ["DCN", "DCNv2"])
+def test_a_predictor_starts_at_zero_whatever_rules_came_before(kind):
+    drop_in.replace()
+    layer = MODELS.build(dict(type=kind, in_channels=4, out_channels=4, kernel_size=3))
+    torch.nn.init.ones_(layer.conv_offset.weight)
+    torch.nn.init.ones_(layer.conv_offset.bias)
+    layer.init_weights()
+    assert not layer.conv_offset.weight.any()
+    assert not layer.conv_offset.bias.any()
+
+
 @pytest.mark.parametrize("name", ["faster-rcnn_r50-attn1111_fpn_1x_coco", "faster-rcnn_r50-attn0010-dcn_fpn_1x_coco"])
 def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
     torch.manual_seed(0)
