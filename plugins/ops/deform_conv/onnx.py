@@ -1,8 +1,9 @@
 """Deformable convolution as ONNX's own ``DeformConv``, which opsets have since 19.
 
 It has the order of offsets, the groups and the zeros outside the map of :func:`attn_plugins.ops.deform_conv2d`. Half
-precision is computed in float32 here as well, so that positions are not rounded. For older opsets, and from PyTorch
-2.7 and older with ``dynamo=True``, exports contain the definition instead.
+precision is computed in float32 here as well, so that positions are not rounded. A NaN offset may read 0, as in ONNX
+Runtime, instead of NaN. For older opsets, and from PyTorch 2.7 and older with ``dynamo=True``, exports contain the
+definition instead.
 """
 
 from __future__ import annotations
