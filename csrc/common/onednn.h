@@ -27,9 +27,10 @@ inline bool onednn_is_faster() {
 
 // out = a @ b, if this returns true; nothing has happened otherwise. Some builds of PyTorch have no oneDNN.
 inline bool onednn_mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
-  constexpr int64_t kWork = 4'000'000;
+  constexpr int64_t kWork = 4'000'000, kWide = 256;
   if (!onednn_is_faster() || a.scalar_type() != ScalarType::Float) return false;
   if (a.size(0) * a.size(1) * b.size(1) < kWork) return false;
+  if (a.stride(1) != 1 && (a.size(0) >= b.size(1) || b.size(1) < kWide)) return false;
   std::array<StableIValue, 6> stack{
       torch::stable::detail::from(a),
       torch::stable::detail::from(transposed(b)),

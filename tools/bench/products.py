@@ -39,8 +39,8 @@ INTRODUCTION = """# Float32 products on CPUs: MKL and oneDNN
 
 GFLOP/s of the fastest call, in brackets the quartiles of all; calls alternate. `a @ b.T` is a linear layer, `a @ b` the
 gradient of its input, `a.T @ b` of its weight. Errors are the largest beside float64, over the largest result, MKL's in
-brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on, and where `a` is transposed from {narrow}
-columns on.
+brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on; `a.T @ b` also needs {wide}
+rows or columns.
 """
 
 
@@ -53,7 +53,7 @@ def main() -> None:
             threads=torch.get_num_threads(),
             torch=torch.__version__,
             work=onednn.WORK,
-            narrow=onednn.NARROW,
+            wide=onednn.WIDE,
         )
     )
     print("| product | (rows, width, columns) | form | MKL | oneDNN | ratio | error |")

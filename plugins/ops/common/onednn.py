@@ -16,7 +16,7 @@ from torch import Tensor
 
 SWITCH = "ATTN_PLUGINS_ONEDNN"
 WORK = 4_000_000  # multiplications from which oneDNN is faster; below, its preparation of a call costs more
-NARROW = 128  # columns below which oneDNN is slower for a transposed left factor, which it copies
+WIDE = 256  # the least of a product's larger side where the left factor is transposed, which oneDNN copies
 
 _lock = threading.Lock()
 _overrides: torch.library.Library | None = None
@@ -74,9 +74,9 @@ def serves(a: Tensor, b: Tensor) -> bool:
     (rows, width), (depth, columns) = a.shape, b.shape
     if depth != width or rows * width * columns < WORK or not torch.backends.mkldnn.enabled:
         return False
-    if a.stride(1) == 1:
-        return a.stride(0) >= width
-    return columns >= NARROW and a.stride(0) == 1 and a.stride(1) >= rows
+    if a.stride(1) == 1 and a.stride(0) >= width:
+        return True
+    return max(rows, columns) >= WIDE and a.stride(0) == 1 and a.stride(1) >= rows
 
 
 def _mm(self: Tensor, mat2: Tensor) -> Tensor:
@@ -92,4 +92,12 @@ def _addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), bias, "none", [], "")
+    """Compute ``a @ b``, or ``(b.T @ a.T).T`` where a is transposed and b has fewer columns: that is copied faster."""
+    if a.stride(1) != 1 and a.shape[0] >= b.shape[1]:
+        product = _linear(b.t(), a).t().contiguous()
+        return product if bias is None else product.add_(bias)
+    return _linear(a, b.t(), bias)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(input, weight, bias, "none", [], "")
