@@ -17,6 +17,7 @@ from torch import Tensor
 SWITCH = "ATTN_PLUGINS_ONEDNN"
 WORK = 4_000_000  # multiplications from which oneDNN is faster; below, its preparation of a call costs more
 WIDE = 256  # the least of a product's larger side where the left factor is transposed, which oneDNN copies
+DEEP = 128  # the least number of terms of each sum for which a product is computed transposed, and copied
 
 _lock = threading.Lock()
 _overrides: torch.library.Library | None = None
@@ -92,8 +93,8 @@ def _addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``a @ b``, or ``(b.T @ a.T).T`` where a is transposed and b has fewer columns: that is copied faster."""
-    if a.stride(1) != 1 and a.shape[0] >= b.shape[1]:
+    """Compute ``a @ b``, or ``(b.T @ a.T).T`` where a is transposed, has more rows, and the result's copy is cheap."""
+    if a.stride(1) != 1 and a.shape[0] >= b.shape[1] and a.shape[1] >= DEEP:
         product = _linear(b.t(), a).t().contiguous()
         return product if bias is None else product.add_(bias)
     return _linear(a, b.t(), bias)
