@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.ops import global_attention, sequence_attention
+from attn_plugins.ops import global_attention, sequence_attention, use_onednn
 from attn_plugins.terms.decomposed import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
 from attn_plugins.terms.window import shifted_window_segments
@@ -117,15 +117,23 @@ def built(ours: bool, fused: bool = True, layer: str | None = None, name: str = 
     finally:
         set_fused_attn(True)
     if ours:
-        accelerate(model)
+        accelerate(model, onednn=False)
     return model if layer is None else model.get_submodule(layer)
 
 
 def stage(ours: bool, fused: bool = True, block: int | None = None) -> nn.Module:
-    """Build Swin-T, or the attention of a block with projections and window partitioning."""
+    """Build Swin-T, or the attention of a block with projections and window partitioning.
+
+    Products of ours are by oneDNN where ``accelerate`` would choose it, those of timm's by PyTorch's default.
+    """
     model = built(ours, fused, None if block is None else f"layers.0.blocks.{block}")
     if block is not None:
         model.forward = model._attn
+
+    def choose_products(*_: object) -> None:
+        use_onednn(ours)
+
+    model.register_forward_pre_hook(choose_products)
     return model
 
 
