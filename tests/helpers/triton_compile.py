@@ -171,6 +171,15 @@ def stacks(binary: str | Path) -> dict[str, int]:
     return largest
 
 
+def spills_in_loops(binary: str | Path) -> dict[str, int]:
+    """Return the instructions within innermost loops that load or store spilled registers, of each kernel with any."""
+    counts: dict[str, int] = {}
+    for code in _cuobjdump("-sass", binary).split("Function : ")[1:]:
+        name = code.split(maxsplit=1)[0]
+        counts[name] = max(counts.get(name, 0), _spills_in_loops(code))
+    return {name: count for name, count in counts.items() if count}
+
+
 def _cuobjdump(*arguments: str | Path) -> str:
     import triton
 

@@ -45,12 +45,14 @@ def test_imports_no_unstable_symbol(binary):
 
 
 @pytest.mark.skipif(not (PLUGINS / "_C_cuda.abi3.so").exists(), reason="no CUDA kernels are compiled (make cuda)")
-def test_cuda_kernels_do_not_spill():
+def test_cuda_kernels_do_not_spill_within_loops():
     pytest.importorskip("triton", reason="cuobjdump is in the triton package")
-    from tests.helpers.triton_compile import stacks
+    from tests.helpers.triton_compile import spills_in_loops, stacks
 
-    sizes = stacks(PLUGINS / "_C_cuda.abi3.so")
+    binary = PLUGINS / "_C_cuda.abi3.so"
+    sizes = stacks(binary)
     assert len(sizes) > 100
-    spilling = {name: size for name, size in sizes.items() if size}
-    # One gradient of windows in half precision on sm_90 spills 16 bytes, outside of its loop.
-    assert all("window_key_gradient_kernel" in name and size <= 16 for name, size in spilling.items()), spilling
+    # Gradients of windows keep up to four registers in memory on sm_90, which is outside of their innermost loops,
+    # except in the general kernel of 512 channels, which is not made for speed.
+    assert all("gradient" in name and size <= 16 for name, size in sizes.items() if size), sizes
+    assert all("window_query_gradient_general_kernel" in name for name in spills_in_loops(binary))
