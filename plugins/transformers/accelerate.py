@@ -5,8 +5,7 @@
     model = AutoModelForObjectDetection.from_pretrained("SenseTime/deformable-detr")
     attn_plugins.transformers.accelerate(model)
 
-Existing layers get a derived class, so that parameters, hooks and configs stay. The package's own code still calls all
-that these layers call beside deformable attention itself.
+Existing layers get a derived class, so that parameters, hooks and configs stay; their projections are called as before.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from .places import Place, calling, held_by, place_of, replacement, stock_of
 def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace multi-scale deformable attention of a model by this package's operator, in place.
 
-    Supported are the families of Hugging Face transformers that have it (Deformable DETR, RT-DETR and v2, D-FINE,
-    DEIMv2, RF-DETR, LW-DETR, Grounding DINO, MM Grounding DINO, OMDet-Turbo, Mask2Former, OneFormer, PP-DocLayout v2 to
-    v4, DETA), the package ``rfdetr``, and RT-DETR of Ultralytics. Outputs and gradients equal the stock ones up to
-    rounding. The stock code runs in ONNX exports, and for RT-DETR v2, D-FINE and DEIMv2 with ``method="discrete"``.
+    Supported are the families of Hugging Face transformers that have it (``places.PLACES``), the package ``rfdetr``, and
+    RT-DETR of Ultralytics. Outputs and gradients equal the stock ones up to rounding. The stock code runs in ONNX
+    exports, and for RT-DETR v2, D-FINE and DEIMv2 with ``method="discrete"``.
 
     A kernel of the Hub that ``use_kernels=True`` or ``kernelize`` loads later takes precedence on its devices.
 

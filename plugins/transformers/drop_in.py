@@ -5,10 +5,9 @@
     import attn_plugins.transformers.drop_in
 
 replaces the ``forward`` of each family's ``MultiScaleDeformableAttention``, or its function
-``multi_scale_deformable_attention`` or ``multi_scale_deformable_attention_v2``: now in the modules that are imported,
-and in the others when they are. Models that exist change as well, except for D-FINE and DEIMv2, whose layers keep the
-function of their construction; use :func:`attn_plugins.transformers.accelerate` for these. Also calls
-:func:`attn_plugins.ops.use_onednn`.
+``multi_scale_deformable_attention`` or ``…_v2``, at once or when its module is imported. Existing models change as
+well, except for D-FINE and DEIMv2, whose layers keep the function of their construction: use
+:func:`attn_plugins.transformers.accelerate` for these. Also calls :func:`attn_plugins.ops.use_onednn`.
 
 If an imported module holds other code under these names, nothing is replaced and an error is raised.
 """
