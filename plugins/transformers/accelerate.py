@@ -22,7 +22,7 @@ from .places import Place, calling, held_by, place_of, replacement, stock_of
 def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace multi-scale deformable attention of a model by this package's operator, in place.
 
-    Supported are the families of Hugging Face transformers that have it (``places.PLACES``), the package ``rfdetr``, and
+    Supported are the families of Hugging Face transformers that have it (``places.PLACES``), the package ``rfdetr`` and
     RT-DETR of Ultralytics. Outputs and gradients equal the stock ones up to rounding. The stock code runs in ONNX
     exports, and for RT-DETR v2, D-FINE and DEIMv2 with ``method="discrete"``.
 
