@@ -16,6 +16,8 @@ from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor, nn
 
+from attn_plugins.ops import use_onednn
+from attn_plugins.ops.common import onednn
 from attn_plugins.timm import accelerate
 from attn_plugins.timm.accelerate import AcceleratedSwinBlock
 
@@ -295,3 +297,14 @@ def test_an_attention_replaced_later_is_used(name):
     block, x = model.layers[1].blocks[1], torch.randn(2, 5, 8, 32).double()
     block.attn = Halved()
     torch.testing.assert_close(block._attn(x), x / 2)
+
+
+def test_products_are_by_onednn_unless_declined(monkeypatch):
+    monkeypatch.setattr(onednn, "is_faster", lambda: True)
+    use_onednn(False)
+    model = timm.create_model(V1, **SWIN)
+    accelerate(model, onednn=False)
+    assert onednn._overrides is None
+    accelerate(model)
+    assert onednn._overrides is not None
+    assert not use_onednn(False)
