@@ -1,5 +1,5 @@
 // Instructions that CUDA C++ has no words for, all inline assembly of the kernels. Where kernels run on a
-// CPU, tests/ops/emulation/ptx.cuh takes the place of this header.
+// CPU, tools/emulation/ptx.cuh takes the place of this header.
 #pragma once
 
 #include <cuda_bf16.h>

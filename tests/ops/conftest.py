@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from attn_plugins.ops.common import plans
 from tests.helpers.operator_checks import deterministic_mode
-from tests.ops.emulation.kernels import EMULATION, load
+from tests.ops.emulated_backend import NAME as EMULATED
+from tests.ops.emulated_backend import emulated_by
 from tests.ops.sequence_attention.operands import taking
+from tools.emulation.build import EMULATION, load
 
 # cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -39,10 +42,29 @@ def deterministic():
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """Compile the operators of ``emulation/sampling.cpp`` once: a process can define its schemas only once."""
+    """Compile the sampling operators' kernels once: a process can define their schemas only once."""
     arch = int(os.environ.get("EMULATED_ARCH", "900"))
     load(EMULATION / "sampling.cpp", tmp_path_factory.mktemp("emulation"), arch)
     return torch.ops.attn_plugins_emulated
+
+
+@pytest.fixture(scope="session")
+def emulated_windows(tmp_path_factory):
+    load(Path(__file__).parent / "window_attention/emulation.cpp", tmp_path_factory.mktemp("emulation"), arch=800)
+    return torch.ops.attn_plugins_emulated_window
+
+
+@pytest.fixture(autouse=True)
+def emulated_backend(request) -> Iterator[None]:
+    """Give a case of the backend "emulated" that backend, for the operator whose example its ``name`` is."""
+    case = getattr(request.node, "callspec", None)
+    if case is None or case.params.get("backend") != EMULATED:
+        yield
+        return
+    operator = case.params["name"].split(",")[0].replace("1d", "2d")
+    kernels = request.getfixturevalue("emulated_windows" if operator == "window_attention" else "emulated")
+    with emulated_by(operator, kernels):
+        yield
 
 
 @pytest.fixture(params=["compiled", "plain"])

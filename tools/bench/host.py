@@ -4,7 +4,7 @@ Columns: launches of kernels; ATen operators, as the profiler sees them, those w
 Python that are entered, and those of C that Python calls; the least of many times on one thread, in µs.
 
 ``--cuda`` counts the way to a GPU without one. The two sampling operators run their CUDA kernels in the emulator of
-``tests/ops/emulation``, which is compiled first (a minute); times there mean nothing and are left out. Triton's
+``tools/emulation``, which is compiled first (a minute); times there mean nothing and are left out. Triton's
 operators run on a device that launches nothing, whose times leave out the launches. ATen operators that launch a kernel
 on CUDA count as launches.
 """
@@ -33,10 +33,21 @@ from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 
 from .cases.calls import OPERATORS
 
-# A kernel each on CUDA. An operator inside one of these is part of it.
-LAUNCHING = {
-    f"aten::{n}" for n in ("mm", "bmm", "copy_", "fill_", "zero_", "sum", "add", "sub", "mul", "cat", "_softmax")
+# ATen operators that launch nothing themselves: views, allocations, and those that only call others. Every other one is
+# a kernel on CUDA, whatever it calls.
+LAUNCHES_NOTHING = {
+    f"aten::{n}"
+    for n in """
+    _conj _reshape_alias _to_copy _unsafe_view alias as_strided as_strided_ batch_norm _batch_norm_impl_index chunk clone
+    contiguous conv1d conv2d conv3d detach detach_ dropout einsum empty empty_like empty_strided expand expand_as
+    feature_dropout flatten lift_fresh linear mH mT matmul max_pool2d movedim narrow new_empty new_empty_strided new_full
+    new_ones new_zeros numpy_T ones ones_like pad permute real reshape resize_ resolve_conj resolve_neg result_type select
+    set_ slice split split_with_sizes squeeze stride sum_to_size swapaxes t to transpose transpose_ type_as unbind
+    unflatten unfold unsqueeze unsqueeze_ view view_as zeros zeros_like adaptive_avg_pool2d full full_like item
+    _local_scalar_dense is_nonzero select_backward slice_backward embedding lift mean_dim output_nr requires_grad_
+    """.split()
 }
+SEVERAL = {"aten::convolution_backward": 2}  # the gradients of input and weight
 EMULATED = {
     "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
     "deformable_attention": (ATTEND, cuda_attention.BACKEND),
@@ -91,9 +102,17 @@ def count(run: Callable[[], Any], rounds: int = 200, calls: int = 10) -> Count:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         run()
     events = [event for event in profile.events() if event.name.startswith("aten::")]
-    launches = sum(event.name in LAUNCHING and not any(map(LAUNCHING.__contains__, _above(event))) for event in events)
+    launches = sum(SEVERAL.get(event.name, 1) for event in events if _launches(event))
     times = [_seconds(run, calls) / calls for _ in range(rounds)]
     return Count(entered["call"] - 1, entered["c_call"], len(events), launches, min(times) * 1e6 if times else None)
+
+
+def _launches(event: Any) -> bool:
+    return event.name not in LAUNCHES_NOTHING and all(map(_calls_others, _above(event)))
+
+
+def _calls_others(name: str) -> bool:
+    return name in LAUNCHES_NOTHING or not name.startswith("aten::")
 
 
 def _above(event: Any) -> Iterator[str]:
@@ -110,7 +129,7 @@ def _seconds(run: Callable[[], Any], calls: int) -> float:
 
 @cache
 def _compile_emulator() -> None:
-    from tests.ops.emulation.kernels import EMULATION, load
+    from ..emulation.build import EMULATION, load
 
     with tempfile.TemporaryDirectory() as folder:
         load(EMULATION / "sampling.cpp", Path(folder))
@@ -132,7 +151,7 @@ def emulated() -> Iterator[Callable[[], int]]:
 @contextmanager
 def idle() -> Iterator[Callable[[], int]]:
     """Let Triton's operators launch nothing; give the number of launches so far."""
-    from tests.helpers.idle_device import idle_device, new_device
+    from .idle_device import idle_device, new_device
 
     launches: list[Any] = []
     with idle_device(lambda *launch: launches.append(None), new_device()):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attn_plugins.ops import reference
+from tests.helpers.emulation import NEEDS, error
 from tests.ops.deform_conv.test_emulation import expected_gradients, problem
-from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": (132, 60 << 20)}

@@ -1,6 +1,6 @@
 """The CUDA kernels' source, run thread by thread on the CPU, to test them without a GPU.
 
-``tests/ops/emulation/cuda_emulator.h`` documents the emulation: races and accesses out of bounds are errors; speed and
+``tools/emulation/cuda_emulator.h`` documents the emulation: races and accesses out of bounds are errors; speed and
 registers are not emulated. ``test_cuda.py`` tests the compiled kernels on a GPU.
 """
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from attn_plugins.ops import reference
+from tests.helpers.emulation import NEEDS, error
 from tests.ops.deform_conv.operands import same_where_finite
-from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = NEEDS
 slow = pytest.mark.slow

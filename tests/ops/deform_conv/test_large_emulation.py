@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.emulation.kernels import NEEDS, reserved
+from tests.helpers.emulation import NEEDS, reserved
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 

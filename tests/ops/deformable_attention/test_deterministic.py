@@ -11,8 +11,8 @@ import torch
 from attn_plugins.ops.deformable_attention import cuda
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
+from tests.helpers.emulation import NEEDS, error
 from tests.ops.deformable_attention.test_emulation import CASES, TOLERANCE, in_dtype, problem
-from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

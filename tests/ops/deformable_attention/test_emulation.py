@@ -7,9 +7,9 @@ import torch
 
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
+from tests.helpers.emulation import NEEDS, error
 from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.deformable_attention.operands import SHAPES, operands
-from tests.ops.emulation.kernels import NEEDS, error
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 

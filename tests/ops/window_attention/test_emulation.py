@@ -15,8 +15,9 @@ from attn_plugins.ops import reference
 from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
+from tests.helpers.emulation import NEEDS, error, reserved
 from tests.ops import test_saturated as saturated
-from tests.ops.emulation.kernels import NEEDS, error, load, reserved
+from tools.emulation.build import load
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}

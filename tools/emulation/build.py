@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-import math
-import mmap
 import os
 import shlex
-import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
-from torch import Tensor
 
-from tests.ops.emulation.translate import translate, translate_tree
+from .translate import translate, translate_tree
 
 EMULATION = Path(__file__).resolve().parent
-ROOT = EMULATION.parents[2]
+ROOT = EMULATION.parents[1]
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
@@ -29,12 +23,6 @@ CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,fl
     -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
     -Wno-unknown-pragmas -Wno-attributes -Wno-uninitialized
     -Wno-maybe-uninitialized -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
-
-NEEDS = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the emulator knows Linux alone"),
-    pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
-    pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
-]
 
 
 # Fills variables that a kernel leaves uninitialised with a pattern (gcc 12, clang 8).
@@ -77,20 +65,3 @@ def load(source: Path, folder: Path, arch: int = 900) -> None:
     command = [*COMPILER, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(library)]
     subprocess.run([*command, f"-L{site / 'lib'}", "-ltorch_cpu"], check=True)
     torch.ops.load_library(str(library))
-
-
-def error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference relative to the norm of the expected tensor."""
-    return ((actual.double() - expected).norm() / expected.norm().clamp_min(1e-30)).item()
-
-
-def reserved(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros whose pages take memory only once they are written."""
-    bytes = math.prod(shape) * dtype.itemsize
-    try:
-        memory = mmap.mmap(
-            -1, bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-        )
-    except OSError as refusal:
-        pytest.skip(f"the system does not reserve {bytes >> 20} MiB: {refusal}")
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
