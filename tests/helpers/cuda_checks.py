@@ -51,12 +51,14 @@ def floating(values: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def results(module: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None = None) -> dict[str, Tensor]:
+def results(
+    module: nn.Module, args: Any, kwargs: Any, autocast: torch.dtype | None = None, compiled: Any = None
+) -> dict[str, Tensor]:
     """Return a module's outputs, and the gradients of inputs and parameters for fixed gradients of the outputs."""
     leaves = {f"input {n}": t for n, t in enumerate(floating((args, kwargs)))} | dict(module.named_parameters())
-    device = next(iter(leaves.values())).device.type
+    device, run = next(iter(leaves.values())).device.type, module if compiled is None else compiled(module)
     with torch.autocast(device, autocast or torch.bfloat16, enabled=autocast is not None):
-        outputs = [t for t in floating(module(*args, **kwargs)) if t.requires_grad]
+        outputs = [t for t in floating(run(*args, **kwargs)) if t.requires_grad]
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
     gradients = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
@@ -89,7 +91,7 @@ def check_module(
     args, kwargs = moved(call, device, dtype)
     exact_module = copy.deepcopy(there).cpu().double()
     expected = results(exact_module, *moved((args, kwargs), "cpu", torch.float64))
-    actual = results(there if compiled is None else _Compiled(there, compiled), args, kwargs, autocast)
+    actual = results(there, args, kwargs, autocast, compiled)
     tolerance = factor * MODULE_TOLERANCES[autocast or dtype]
     # A gradient that is 0 up to rounding, as of key biases, is measured on the scale of the largest one.
     least = 0.02 * max(t.double().norm().item() / t.numel() ** 0.5 for t in expected.values())
@@ -101,20 +103,6 @@ def check_module(
             assert actual[name].dtype == dtype, name
         error = (result - wanted).norm().item() / max(wanted.norm().item(), least * wanted.numel() ** 0.5)
         assert error < tolerance, f"{name}: relative error {error:.2g}, allowed {tolerance:.2g}"
-
-
-class _Compiled(nn.Module):
-    """A compiled call that keeps the parameter names of the module."""
-
-    def __init__(self, module: nn.Module, compiled: Any) -> None:
-        super().__init__()
-        self._run, self._named = compiled(module), dict(module.named_parameters())
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        return iter(self._named.items())
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
 
 
 def randomised(module: nn.Module, std: float = 0.3) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_plugins import modules
 
-# Arguments by class, then of variants, which have other parameters or take other paths.
+# Arguments by class.
 OPTIONS: dict[str, dict[str, Any]] = {
     "AAConv2d": dict(in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, input_size=(5, 7)),
     "AlignmentAttention": dict(score="additive", query_channels=8, source_channels=6),
@@ -43,64 +43,58 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NonLocal2d": dict(in_channels=16),
     "NonLocal3d": dict(in_channels=16),
     "WindowSelfAttention": dict(embed_dim=16, num_heads=2, window_size=3),
-    "MultiScaleDeformableAttention, ε3": dict(embed_dims=16, num_heads=2, key_saliency=True),
-    "SpaceTimeSelfAttention, axial": dict(embed_dim=16, num_heads=2, pattern="axial", norm_layer=nn.LayerNorm),
-    "SpatialSelfAttention, bilateral": dict(embed_dim=16, num_heads=2, kernel_size=3),
-    "AAConv2d, no attention": dict(in_channels=6, out_channels=8, kernel_size=3, dk=0, dv=0, num_heads=2),
-    "AAConv2d, no convolution": dict(
-        in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=8, num_heads=2, position="coordconv"
-    ),
-    "AlignmentAttention, general": dict(score="general", query_channels=8, source_channels=6),
-    "CrissCrossAttention2d, relative": dict(in_channels=16, position="relative", input_size=(5, 7)),
-    "DeformableConv2d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1, modulated=True),
-    "LocalBilateralConv2d, shared": dict(in_channels=16, out_channels=16, kernel_size=3, shared=True),
-    "NonLocal2d, concatenation": dict(in_channels=16, mode="concatenation"),
-    "NonLocal2d, normalised": dict(in_channels=16, norm_layer=nn.BatchNorm2d),
-    "NonLocal2d, relative": dict(in_channels=16, position="relative", input_size=(5, 7)),
-    "RelativeSelfAttention, per head": dict(embed_dim=16, num_heads=2, max_distance=3, per_head=True),
-    "AAConv2d, pooled": dict(
-        in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, stride=2, input_size=(5, 7), pool=True
-    ),
-    "AAConv2d, sine": dict(in_channels=8, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, position="sine"),
-    "AlignmentAttention, cosine": dict(score="cosine", query_channels=8, source_channels=8),
-    "AlignmentAttention, dot": dict(score="dot", query_channels=8, source_channels=8),
-    "BilateralCrissCross2d, zero": dict(in_channels=16, kernel_size=3, outside="zero"),
-    "BilateralSelfAttention, causal": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="zero", causal=True),
-    "BilateralSelfAttention, window": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="-inf"),
-    "CausalDeformableConv1d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, modulated=True),
-    "DeformableConv1d, modulated": dict(in_channels=4, out_channels=4, kernel_size=3, padding=1, modulated=True),
-    "DynamicConv1d, causal": dict(in_channels=16, kernel_size=3, causal=True),
-    "DynamicConv2d, normalised": dict(in_channels=16, kernel_size=3, norm_layer=nn.BatchNorm2d),
-    "GeneralizedAttention2d, normalised": dict(in_channels=16, num_heads=2, norm_layer=nn.BatchNorm2d),
-    "GeneralizedAttention2d, 0010": dict(in_channels=16, num_heads=2, attention_type="0010"),
-    "GeneralizedAttention2d, 0110": dict(in_channels=16, num_heads=2, attention_type="0110"),
-    "GeneralizedAttention2d, range": dict(in_channels=16, num_heads=2, spatial_range=5),
-    "GeneralizedAttention2d, strides": dict(
-        in_channels=16, num_heads=2, attention_type="0001", q_stride=2, kv_stride=2
-    ),
-    "LocalBilateralConv2d, refined": dict(in_channels=16, out_channels=16, kernel_size=3, stride=2, iterations=3),
-    "MultiheadAttention, causal": dict(embed_dim=16, num_heads=2, causal=True),
-    "MultiheadSpatialAttention, causal": dict(embed_dim=16, num_heads=2, causal=True),
-    "MultiheadSpatialAttention, 0010": dict(embed_dim=16, num_heads=2, attention_type="0010"),
-    "MultiheadSpatialAttention, range": dict(embed_dim=16, num_heads=2, attention_type="0111", attention_range=3),
-    "MultimodalDecoderBlock, parallel": dict(embed_dim=16, num_heads=2, ffn_dim=8, fusion="parallel"),
-    "MultimodalDecoderBlock, stacked-visual": dict(embed_dim=16, num_heads=2, ffn_dim=8, fusion="stacked-visual"),
-    "NonLocal1d, gaussian": dict(in_channels=16, mode="gaussian", sub_sample=True),
-    "NonLocal2d, dot product": dict(in_channels=16, mode="dot_product"),
-    "NonLocal2d, sub-sampled": dict(in_channels=16, mode="gaussian", sub_sample=True),
-    "NonLocal3d, concatenation": dict(in_channels=16, mode="concatenation"),
-    "RelativeSelfAttention, causal": dict(embed_dim=16, num_heads=2, max_distance=3, values=False, causal=True),
-    "SpaceTimeSelfAttention, joint": dict(embed_dim=16, num_heads=2, pattern="joint"),
-    "SpaceTimeSelfAttention, local_global": dict(embed_dim=16, num_heads=2, pattern="local_global"),
-    "WindowSelfAttention, relative": dict(embed_dim=16, num_heads=2, window_size=3, shift_size=1, position="relative"),
-    "WindowSelfAttention, bilateral": dict(
-        embed_dim=16, num_heads=2, window_size=3, shift_size=1, position="table+bilateral"
-    ),
-    "WindowSelfAttention, centred": dict(
-        embed_dim=16, num_heads=2, window_size=3, position="bilateral", window="centred"
-    ),
-    "WindowSelfAttention, V2": dict(embed_dim=16, num_heads=2, window_size=3, shift_size=1, version="v2"),
 }
+# Of variants, which have other parameters or take other paths, what differs from their class.
+OTHERS: dict[str, dict[str, Any]] = {
+    "AAConv2d, no attention": dict(dk=0, dv=0),
+    "AAConv2d, no convolution": dict(dv=8, position="coordconv"),
+    "AAConv2d, pooled": dict(stride=2, pool=True),
+    "AAConv2d, sine": dict(in_channels=8, position="sine"),
+    "AlignmentAttention, cosine": dict(score="cosine", source_channels=8),
+    "AlignmentAttention, dot": dict(score="dot", source_channels=8),
+    "AlignmentAttention, general": dict(score="general"),
+    "BilateralCrissCross2d, zero": dict(kernel_size=3, outside="zero"),
+    "BilateralSelfAttention, causal": dict(outside="zero", causal=True),
+    "BilateralSelfAttention, window": dict(outside="-inf"),
+    "CausalDeformableConv1d, modulated": dict(modulated=True),
+    "CrissCrossAttention2d, relative": dict(position="relative", input_size=(5, 7)),
+    "DeformableConv1d, modulated": dict(modulated=True),
+    "DeformableConv2d, modulated": dict(modulated=True),
+    "DynamicConv1d, causal": dict(causal=True),
+    "DynamicConv2d, normalised": dict(norm_layer=nn.BatchNorm2d),
+    "GeneralizedAttention2d, normalised": dict(norm_layer=nn.BatchNorm2d),
+    "GeneralizedAttention2d, 0010": dict(attention_type="0010"),
+    "GeneralizedAttention2d, 0110": dict(attention_type="0110"),
+    "GeneralizedAttention2d, range": dict(spatial_range=5),
+    "GeneralizedAttention2d, strides": dict(attention_type="0001", q_stride=2, kv_stride=2),
+    "LocalBilateralConv2d, refined": dict(stride=2, iterations=3),
+    "LocalBilateralConv2d, shared": dict(shared=True),
+    "MultiScaleDeformableAttention, ε3": dict(key_saliency=True),
+    "MultiheadAttention, causal": dict(causal=True),
+    "MultiheadSpatialAttention, causal": dict(causal=True),
+    "MultiheadSpatialAttention, 0010": dict(attention_type="0010"),
+    "MultiheadSpatialAttention, range": dict(attention_type="0111", attention_range=3),
+    "MultimodalDecoderBlock, parallel": dict(fusion="parallel"),
+    "MultimodalDecoderBlock, stacked-visual": dict(fusion="stacked-visual"),
+    "NonLocal1d, gaussian": dict(mode="gaussian", sub_sample=True),
+    "NonLocal2d, concatenation": dict(mode="concatenation"),
+    "NonLocal2d, dot product": dict(mode="dot_product"),
+    "NonLocal2d, normalised": dict(norm_layer=nn.BatchNorm2d),
+    "NonLocal2d, relative": dict(position="relative", input_size=(5, 7)),
+    "NonLocal2d, sub-sampled": dict(mode="gaussian", sub_sample=True),
+    "NonLocal3d, concatenation": dict(mode="concatenation"),
+    "RelativeSelfAttention, causal": dict(values=False, causal=True),
+    "RelativeSelfAttention, per head": dict(per_head=True),
+    "SpaceTimeSelfAttention, axial": dict(pattern="axial", norm_layer=nn.LayerNorm),
+    "SpaceTimeSelfAttention, joint": dict(pattern="joint"),
+    "SpaceTimeSelfAttention, local_global": dict(pattern="local_global"),
+    "SpatialSelfAttention, bilateral": dict(kernel_size=3),
+    "WindowSelfAttention, bilateral": dict(shift_size=1, position="table+bilateral"),
+    "WindowSelfAttention, centred": dict(position="bilateral", window="centred"),
+    "WindowSelfAttention, relative": dict(shift_size=1, position="relative"),
+    "WindowSelfAttention, V2": dict(shift_size=1, version="v2"),
+}
+OPTIONS |= {name: OPTIONS[name.split(",")[0]] | changes for name, changes in OTHERS.items()}
 # Constructors that take device and dtype.
 VARIANTS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(getattr(modules, name.split(",")[0]), **options) for name, options in OPTIONS.items()},

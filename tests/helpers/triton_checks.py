@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -79,10 +78,3 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     """Random numbers, the same on every device."""
     random = torch.Generator().manual_seed(seed + sum(n * 31**i for i, n in enumerate(shape)) % 2**31)
     return torch.randn(shape, generator=random, dtype=torch.float64).to(DEVICE, dtype)
-
-
-def compiled_variants(make: Callable[[], tuple[Operator, Any, Any]]) -> set:
-    """The variants of kernels that a call compiles; see :mod:`.triton_compile`."""
-    from tests.helpers.triton_compile import launches, variants
-
-    return set(variants(launches(*make())))

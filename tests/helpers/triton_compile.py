@@ -14,8 +14,6 @@ import torch
 from attn_plugins.ops.common import backends, triton_launch
 from attn_plugins.ops.common.operator import Operator
 from attn_plugins.ops.common.triton_launch import Launch
-from attn_plugins.ops.global_attention.global_attention import ATTEND
-from attn_plugins.ops.global_attention.operands import Options, Terms
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
           torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
@@ -30,32 +28,6 @@ class Variant(NamedTuple):
     constants: tuple[tuple[str, Any], ...]
     divisible: tuple[int, ...]
     options: tuple[tuple[str, Any], ...]
-
-
-def everywhere(
-    B: int, M: int, queries: tuple[int, int], keys: tuple[int, int], d: int, dtype: torch.dtype, present: str = "1111"
-) -> Callable[[], tuple[Operator, Any, Any]]:
-    """Return a call of attention between maps, stored as (B, H, W, M, d), with the terms that ``present`` flags."""
-
-    def meta(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def heads(size: tuple[int, int]) -> torch.Tensor:
-        return meta(B, *size, M, d).permute(0, 3, 1, 2, 4)
-
-    def make() -> tuple[Operator, Any, Any]:
-        content, row, column, key = (flag == "1" for flag in present)
-        terms = Terms(
-            heads(queries) if content else None,
-            heads(keys) if content else None,
-            heads(keys),
-            meta(B, M, *queries, keys[0]) if row else None,
-            meta(B, M, *queries, keys[1]) if column else None,
-            meta(B, M, *keys) if key else None,
-        )
-        return ATTEND, terms, Options(0.125)
-
-    return make
 
 
 def launches(operator: Operator, terms: Any, options: Any, passes: str = "both", capability: int = 80) -> list[Launch]:
@@ -119,6 +91,11 @@ def variant(launch: Launch) -> Variant:
 def variants(recorded: Iterable[Launch]) -> dict[Variant, Any]:
     """Return the distinct variants and their kernels."""
     return {variant(launch): launch.kernel for launch in recorded}
+
+
+def compiled_variants(make: Callable[[], tuple[Operator, Any, Any]]) -> set[Variant]:
+    """Return the variants that a call compiles."""
+    return set(variants(launches(*make())))
 
 
 def compiled(compilation: Variant, kernel: Any, capability: int) -> dict[str, int]:

@@ -18,9 +18,8 @@ from attn_plugins.ops.deformable_attention import deformable_attention as deform
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
 from attn_plugins.ops.window_attention import window_attention as window
-from tests.helpers.idle_device import idle_device
-from tests.helpers.triton_checks import compiled_variants
-from tests.helpers.triton_compile import compiled, everywhere, launches, variants
+from tests.helpers.triton_compile import compiled, compiled_variants, launches, variants
+from tools.bench.idle_device import idle_device
 
 Call = Callable[[], tuple[Any, Any, Any]]
 HALF, SINGLE = torch.float16, torch.float32
@@ -45,7 +44,14 @@ def crosses(H: int, W: int, d: int) -> Call:
 
 
 def maps(queries: tuple[int, int], keys: tuple[int, int], dtype=HALF, present="1111", B=2) -> Call:
-    return everywhere(B, 4, queries, keys, 32, dtype, present)
+    """Return attention between maps, stored as (B, H, W, M, d), with the terms that ``present`` flags."""
+    M, d, (H, W), (Hk, Wk) = 4, 32, queries, keys
+    shapes = [(B, H, W, M, d), (B, Hk, Wk, M, d), (B, Hk, Wk, M, d), (B, M, H, W, Hk), (B, M, H, W, Wk), (B, M, Hk, Wk)]
+    query, key, value, *added = (meta(*shape, dtype=dtype) for shape in shapes)
+    query, key, value = (t.permute(0, 3, 1, 2, 4) for t in (query, key, value))
+    given = (t if flag == "1" else None for t, flag in zip((query, key, *added), present[0] + present))
+    operator, (query, key, *added) = global_attention.ATTEND, given
+    return lambda: (operator, operator.terms(query, key, value, *added), operator.options(0.125))
 
 
 def pyramids(Q: int, *shapes: tuple[int, int], d=32, M=8, K=4, dtype=HALF) -> Call:
