@@ -63,6 +63,27 @@ def store_rows(
 
 
 @triton.jit
+def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Load (cells, BLOCK) numbers, 0 where a cell is not there and beyond ``WIDTH``; None for None."""
+    if tensor is not None:
+        width = tl.arange(0, BLOCK)
+        mask = there[:, None]
+        if WIDTH < BLOCK:
+            mask = mask & (width < WIDTH)[None, :]
+        return tl.load(tensor + offsets[:, None] + width[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store what :func:`load_cells` loads, in the tensor's dtype."""
+    width = tl.arange(0, BLOCK)
+    mask = there[:, None]
+    if WIDTH < BLOCK:
+        mask = mask & (width < WIDTH)[None, :]
+    tl.store(tensor + offsets[:, None] + width[None, :], numbers.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def of_rows(tensor, first, there):
     """Load a number per row at offsets ``first``, 0 where none is ``there``; None for None."""
     if tensor is not None:

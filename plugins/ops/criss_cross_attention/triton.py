@@ -117,23 +117,23 @@ def backward(
     grad_query, grad_key, grad_value = (
         g if g is None or g.numel() else None for g in map(grads.get, ("query", "key", "value"))
     )
-    slopes = packed(grad_output, grad_output.dtype)
+    grad_output = packed(grad_output, grad_output.dtype)
     if grad_query is not None or grad_key is not None:
         if output is None:  # another backend was to compute this backward pass
             output = empty(terms.value, terms.value.shape[4])
             forward(terms, options, output, weights, torch.empty_like(log_sum_exp))
         output = packed(output, output.dtype)
-    launches = _Launches(terms, options, slopes, output, grad_query, grad_key, grad_value)
+    launches = _Launches(terms, options, grad_output, output, grad_query, grad_key, grad_value)
     query, key, value = launches.terms
-    mean, drift, size = (torch.empty_like(log_sum_exp) for _ in range(3))
-    tensors = dict(slopes=slopes, log_sum_exp=log_sum_exp, mean=mean)
+    means, drifts, sizes = (torch.empty_like(log_sum_exp) for _ in range(3))
+    tensors = dict(grad_output=grad_output, log_sum_exp=log_sum_exp, means=means)
 
     blocks = launches.blocks("queries")
     turns = (grad_query is not None) + (grad_query is not None or grad_key is not None)
     for again, column in itertools.product((False, True)[:turns], (True, False)):
         launches.add(
             triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
-            dict(**tensors, output=output, drift=drift, size=size, grad_query=grad_query), AGAIN=again,
+            dict(**tensors, output=output, drifts=drifts, sizes=sizes, grad_query=grad_query), AGAIN=again,
         )  # fmt: skip
 
     blocks = launches.blocks("keys")
@@ -195,7 +195,7 @@ class _Launches:
         lines, length = (W, H) if column else (H, W)
         arguments: dict[str, Any] = dict(scale=self.scale, heads=M, lines=lines, length=length)
         for name, tensor in (*zip(("query", "key", "value"), self.terms), *tensors.items()):
-            arguments[f"{name}_ptr"] = tensor
+            arguments[name] = tensor
             for axis, stride in zip(("batch", "head", "line", "place"), _strides(tensor, column)):
                 arguments[f"{name}_{axis}"] = stride // self.unit
         triton_launch.launch(

@@ -101,7 +101,7 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradien
             of_value = torch.empty_like(of_value, dtype=torch.float32)
         of_value.zero_()
     targets = dict(
-        slopes=grad_output.contiguous(), grad_value=of_value, grad_locations=grads["locations"],
+        grad_output=grad_output.contiguous(), grad_value=of_value, grad_locations=grads["locations"],
         grad_weights=grads["weights"],
     )  # fmt: skip
     for arguments, constants in _launches(terms, options, BACKWARD):

@@ -74,9 +74,9 @@ def _corner(row, column, rows, columns, pixels, stride, channels, D: tl.constexp
 
 
 @triton.jit
-def _product(value, offsets, there, slopes):
-    """Return pixels·slopes: (QUERIES)."""
-    return tl.sum(tl.load(value + offsets, mask=there, other=0.0).to(tl.float32) * slopes, 1)
+def _product(value, offsets, there, grad):
+    """Return pixels·grad: (QUERIES)."""
+    return tl.sum(tl.load(value + offsets, mask=there, other=0.0).to(tl.float32) * grad, 1)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -127,13 +127,13 @@ def attend(
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradients(
-    value, locations, weights, slopes, grad_value, grad_locations, grad_weights, S, M, Q, P, pixels, points,
+    value, locations, weights, grad_output, grad_value, grad_locations, grad_weights, S, M, Q, P, pixels, points,
     rows_0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6, rows_7,
     columns_0, columns_1, columns_2, columns_3, columns_4, columns_5, columns_6, columns_7,
     points_0, points_1, points_2, points_3, points_4, points_5, points_6, points_7,
     D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by the points of some levels, None where not wanted, from ``slopes``, the gradient of the output.
+    """Gradients by the points of some levels, None where not wanted, from that of the output.
 
     The value's is float32 and added to; a program has all channels, of which the others are sums.
     """
@@ -147,11 +147,11 @@ def gradients(
         grad_value += head
     locations += row_of_points * P * 2
     weights += row_of_points * P
-    slopes += row_of_points * D
+    grad_output += row_of_points * D
     if D <= BLOCK_D:
         channels = tl.arange(0, BLOCK_D)
         some = there[:, None] & (channels < D)[None, :]
-        slope = tl.load(slopes + query[:, None] * (M * D) + channels[None, :], mask=some, other=0.0).to(tl.float32)
+        grad = tl.load(grad_output + query[:, None] * (M * D) + channels[None, :], mask=some, other=0.0).to(tl.float32)
     for level in tl.static_range(LEVELS):
         rows = _of_level(level, rows_0, rows_1, rows_2, rows_3, rows_4, rows_5, rows_6, rows_7)
         columns = _of_level(
@@ -171,23 +171,23 @@ def gradients(
                 if D > BLOCK_D:
                     some = there[:, None] & (channels < D)[None, :]
                     at = query[:, None] * (M * D) + channels[None, :]
-                    slope = tl.load(slopes + at, mask=some, other=0.0).to(tl.float32)
+                    grad = tl.load(grad_output + at, mask=some, other=0.0).to(tl.float32)
                 at_0, some_0 = _corner(row, column, rows, columns, pixels, M, channels, D, BLOCK_D)
                 at_1, some_1 = _corner(row, column + 1, rows, columns, pixels, M, channels, D, BLOCK_D)
                 at_2, some_2 = _corner(row + 1, column, rows, columns, pixels, M, channels, D, BLOCK_D)
                 at_3, some_3 = _corner(row + 1, column + 1, rows, columns, pixels, M, channels, D, BLOCK_D)
                 if grad_locations is not None or grad_weights is not None:
-                    upper_left += _product(value, at_0, some_0, slope)
-                    upper_right += _product(value, at_1, some_1, slope)
-                    lower_left += _product(value, at_2, some_2, slope)
-                    lower_right += _product(value, at_3, some_3, slope)
+                    upper_left += _product(value, at_0, some_0, grad)
+                    upper_right += _product(value, at_1, some_1, grad)
+                    lower_left += _product(value, at_2, some_2, grad)
+                    lower_right += _product(value, at_3, some_3, grad)
                 if grad_value is not None:
                     upper = (1 - down) * weight
                     lower = down * weight
-                    tl.atomic_add(grad_value + at_0, (upper * (1 - right))[:, None] * slope, some_0, sem="relaxed")
-                    tl.atomic_add(grad_value + at_1, (upper * right)[:, None] * slope, some_1, sem="relaxed")
-                    tl.atomic_add(grad_value + at_2, (lower * (1 - right))[:, None] * slope, some_2, sem="relaxed")
-                    tl.atomic_add(grad_value + at_3, (lower * right)[:, None] * slope, some_3, sem="relaxed")
+                    tl.atomic_add(grad_value + at_0, (upper * (1 - right))[:, None] * grad, some_0, sem="relaxed")
+                    tl.atomic_add(grad_value + at_1, (upper * right)[:, None] * grad, some_1, sem="relaxed")
+                    tl.atomic_add(grad_value + at_2, (lower * (1 - right))[:, None] * grad, some_2, sem="relaxed")
+                    tl.atomic_add(grad_value + at_3, (lower * right)[:, None] * grad, some_3, sem="relaxed")
             upper = upper_left + right * (upper_right - upper_left)
             lower = lower_left + right * (lower_right - lower_left)
             if grad_weights is not None:

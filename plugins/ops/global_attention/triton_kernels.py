@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import multiply, of_rows, unsettled
+from ..common.triton_math import load_cells, multiply, of_rows, store_cells, unsettled
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -72,27 +72,6 @@ def tile_places(rows, columns, stride_h, stride_w, ALIGNED: tl.constexpr, LONG: 
         rows = rows.to(tl.int64)
         columns = columns.to(tl.int64)
     return tl.multiple_of(rows * stride_h + columns * stride_w, ALIGNED)
-
-
-@triton.jit
-def load_cells(tensor, offsets, there, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Load (cells, BLOCK) numbers, 0 where a cell is not there and beyond ``WIDTH``; None for None."""
-    if tensor is not None:
-        width = tl.arange(0, BLOCK)
-        mask = there[:, None]
-        if WIDTH < BLOCK:
-            mask = mask & (width < WIDTH)[None, :]
-        return tl.load(tensor + offsets[:, None] + width[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def store_cells(tensor, offsets, there, numbers, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """Store what :func:`load_cells` loads, in the tensor's dtype."""
-    width = tl.arange(0, BLOCK)
-    mask = there[:, None]
-    if WIDTH < BLOCK:
-        mask = mask & (width < WIDTH)[None, :]
-    tl.store(tensor + offsets[:, None] + width[None, :], numbers.to(tensor.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -81,8 +81,8 @@ class _Call:
         for name, tensor in strided.items():
             numbers |= {f"{name}_{axis}": n // self.unit for axis, n in zip("bmhw", _strides(tensor))}
         position = None if position is None else position.contiguous()
-        batch, head, *_ = _strides(position)
-        self.arguments = strided | numbers | dict(position=position, position_batch=batch, position_head=head)
+        numbers |= zip(("position_logits_b", "position_logits_m"), _strides(position))
+        self.arguments = strided | numbers | dict(position_logits=position)
         wide, wide_v = power_of_two(D, 4), power_of_two(DV, 4)
         self.block, self.images = min(_SIZE // max(wide, wide_v), 64), B * M
         self.constants = dict(
@@ -127,11 +127,11 @@ def backward(
         full = (B, M, *position.shape[2:])
         if position.shape != full or not position.is_contiguous():
             position = position.new_empty(full, dtype=torch.float32)
-    call = _Call(terms, options, slopes=grad_output, grad_query=query, grad_key=key, grad_value=value)
+    call = _Call(terms, options, grad_output=grad_output, grad_query=query, grad_key=key, grad_value=value)
     lse = lse.contiguous()
     sums = dict(lse=lse, mean=torch.empty_like(lse))
     if query is not None or key is not None or position is not None:
-        call.launch(kernels.gradients_of_queries, Hq * Wq, **sums, grad_position=position)
+        call.launch(kernels.gradients_of_queries, Hq * Wq, **sums, grad_position_logits=position)
     if key is not None or value is not None:
         call.launch(kernels.gradients_of_keys, Hk * Wk, **sums)
     return {**written, "position_logits": position}

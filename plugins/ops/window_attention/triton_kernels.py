@@ -12,16 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_STRIDED = ("query", "key", "value", "output", "slopes", "grad_query", "grad_key", "grad_value")
+from ..common.triton_math import load_cells, store_cells
+
+_STRIDED = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")
 # Another size of map or window compiles nothing.
 _SIZES = ["M", "Hq", "Wq", "Hk", "Wk", "taps_y", "taps_x", "stride_y", "stride_x", "pad_y", "pad_x"]
-_SIZES += ["step_y", "step_x", "position_batch", "position_head"]
+_SIZES += ["step_y", "step_x", "position_logits_b", "position_logits_m"]
 _SIZES += [f"{name}_{axis}" for name in _STRIDED for axis in "bmhw"]
-
-
-def _kernel(function):
-    """Compile ``function`` by Triton, once for all sizes."""
-    return triton.jit(function, do_not_specialize=[name for name in _SIZES if name in function.__code__.co_varnames])
 
 
 @triton.jit
@@ -34,45 +31,33 @@ def _place(M, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(ptr, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
-    """Pointers to the channels of cells of a map, (BLOCK, WIDE), and which of them there are."""
-    channels = tl.arange(0, WIDE)
-    inside = there[:, None]
-    if WIDTH != WIDE:
-        inside = inside & (channels < WIDTH)[None, :]
-    return ptr + ((row * h + column * w) * UNIT)[:, None] + channels[None, :], inside
+def _load(tensor, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    """Return cells of a map in float32, 0 where there are none: (BLOCK, WIDE)."""
+    return load_cells(tensor, (row * h + column * w) * UNIT, there, WIDTH, WIDE).to(tl.float32)
 
 
 @triton.jit
-def _load(ptr, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
-    """Return cells of a map in float32, 0 where there are none."""
-    pointers, inside = _tile(ptr, row, column, h, w, there, WIDTH, WIDE, UNIT)
-    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+def _store(tensor, values, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
+    store_cells(tensor, (row * h + column * w) * UNIT, there, values, WIDTH, WIDE)
 
 
 @triton.jit
-def _store(ptr, values, row, column, h, w, there, WIDTH: tl.constexpr, WIDE: tl.constexpr, UNIT: tl.constexpr):
-    pointers, inside = _tile(ptr, row, column, h, w, there, WIDTH, WIDE, UNIT)
-    tl.store(pointers, values.to(ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _logits(query, key, position, at, there, inside, scale, BLOCK: tl.constexpr, EXCLUDE: tl.constexpr):
+def _logits(query, key, position_logits, at, there, inside, scale, BLOCK: tl.constexpr, EXCLUDE: tl.constexpr):
     """Return the logits of one tap: (BLOCK). ``at`` are their offsets among the position logits."""
     logits = tl.zeros((BLOCK,), tl.float32)
     if query is not None:
         logits += tl.sum(query * key, 1) * scale
-    if position is not None:
-        logits += tl.load(position + at, mask=there, other=0.0).to(tl.float32)
+    if position_logits is not None:
+        logits += tl.load(position_logits + at, mask=there, other=0.0).to(tl.float32)
     if EXCLUDE:
         logits = tl.where(inside, logits, float("-inf"))
     return logits
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def attend(
-    value, query, key, position, output, lse, scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x,
-    pad_y, pad_x, step_y, step_x, position_batch, position_head,
+    value, query, key, position_logits, output, lse, scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x,
+    pad_y, pad_x, step_y, step_x, position_logits_b, position_logits_m,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     output_b, output_m, output_h, output_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
@@ -91,8 +76,8 @@ def attend(
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
         q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
-    if position is not None:
-        position += b * position_batch + m * position_head
+    if position_logits is not None:
+        position_logits += b * position_logits_b + m * position_logits_m
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     mixed = tl.zeros((BLOCK, WIDE_DV), tl.float32)
@@ -106,7 +91,7 @@ def attend(
                 k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
             v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
             at = (n * taps_y + y) * taps_x + x
-            logits = _logits(q, k, position, at, there, inside, scale, BLOCK, EXCLUDE)
+            logits = _logits(q, k, position_logits, at, there, inside, scale, BLOCK, EXCLUDE)
             higher = tl.maximum(highest, logits)
             finite = tl.where(higher > float("-inf"), higher, 0.0)  # all masked so far: every weight is exp(-inf)
             weights = tl.exp(logits - finite)
@@ -121,20 +106,20 @@ def attend(
     tl.store(lse + (b * M + m) * Hq * Wq + n, sums, mask=there)
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def gradients_of_queries(
-    value, query, key, position, slopes, lse, mean, grad_query, grad_position,
+    value, query, key, position_logits, grad_output, lse, mean, grad_query, grad_position_logits,
     scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
-    position_batch, position_head,
+    position_logits_b, position_logits_m,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    slopes_b, slopes_m, slopes_h, slopes_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
+    grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
     EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of queries and of their position logits, and the mean of the weights' gradients.
 
-    The gradient of a logit is its weight times what the weight's gradient, slopes·value, is above that mean. The first
-    turn computes the mean, as the output is too coarse in half precision.
+    A logit's gradient is its weight times the difference between the weight's gradient, grad_output·value, and that
+    mean. The first turn computes the mean, since the output is too coarse in half precision.
     """
     b, m, first = _place(M, Hq * Wq, BLOCK)
     n = first + tl.arange(0, BLOCK)
@@ -142,7 +127,7 @@ def gradients_of_queries(
     row = n // Wq
     column = n % Wq
     value += (b * value_b + m * value_m) * UNIT
-    slopes += (b * slopes_b + m * slopes_m) * UNIT
+    grad_output += (b * grad_output_b + m * grad_output_m) * UNIT
     lse += (b * M + m) * Hq * Wq
     mean += (b * M + m) * Hq * Wq
     q = None
@@ -150,11 +135,11 @@ def gradients_of_queries(
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
         q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
-    if position is not None:
-        position += b * position_batch + m * position_head
-    if grad_position is not None:
-        grad_position += (b * M + m) * Hq * Wq * taps_y * taps_x
-    slope = _load(slopes, row, column, slopes_h, slopes_w, there, DV, WIDE_DV, UNIT)
+    if position_logits is not None:
+        position_logits += b * position_logits_b + m * position_logits_m
+    if grad_position_logits is not None:
+        grad_position_logits += (b * M + m) * Hq * Wq * taps_y * taps_x
+    slope = _load(grad_output, row, column, grad_output_h, grad_output_w, there, DV, WIDE_DV, UNIT)
     sums = tl.load(lse + n, mask=there, other=float("inf"))
     average = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK, WIDE_D), tl.float32)
@@ -169,7 +154,7 @@ def gradients_of_queries(
                     k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
                 v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
                 at = (n * taps_y + y) * taps_x + x
-                weights = tl.exp(_logits(q, k, position, at, there, inside, scale, BLOCK, EXCLUDE) - sums)
+                weights = tl.exp(_logits(q, k, position_logits, at, there, inside, scale, BLOCK, EXCLUDE) - sums)
                 of_weights = tl.sum(slope * v, 1)
                 if turn == 0:
                     average += weights * of_weights
@@ -177,21 +162,22 @@ def gradients_of_queries(
                     of_logits = weights * (of_weights - average)
                     if grad_query is not None:
                         total += of_logits[:, None] * k
-                    if grad_position is not None:
-                        tl.store(grad_position + at, of_logits.to(grad_position.dtype.element_ty), mask=there)
+                    if grad_position_logits is not None:
+                        of_logits = of_logits.to(grad_position_logits.dtype.element_ty)
+                        tl.store(grad_position_logits + at, of_logits, mask=there)
     tl.store(mean + n, average, mask=there)
     if grad_query is not None:
         grad_query += (b * grad_query_b + m * grad_query_m) * UNIT
         _store(grad_query, total * scale, row, column, grad_query_h, grad_query_w, there, D, WIDE_D, UNIT)
 
 
-@_kernel
+@triton.jit(do_not_specialize=_SIZES)
 def gradients_of_keys(
-    value, query, key, position, slopes, lse, mean, grad_key, grad_value,
+    value, query, key, position_logits, grad_output, lse, mean, grad_key, grad_value,
     scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
-    position_batch, position_head,
+    position_logits_b, position_logits_m,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
-    slopes_b, slopes_m, slopes_h, slopes_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
+    grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
     grad_value_b, grad_value_m, grad_value_h, grad_value_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
     EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
@@ -202,7 +188,7 @@ def gradients_of_keys(
     there = n < Hk * Wk
     row = n // Wk
     column = n % Wk
-    slopes += (b * slopes_b + m * slopes_m) * UNIT
+    grad_output += (b * grad_output_b + m * grad_output_m) * UNIT
     lse += (b * M + m) * Hq * Wq
     mean += (b * M + m) * Hq * Wq
     k = None
@@ -210,8 +196,8 @@ def gradients_of_keys(
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
         k = _load(key, row, column, key_h, key_w, there, D, WIDE_D, UNIT)
-    if position is not None:
-        position += b * position_batch + m * position_head
+    if position_logits is not None:
+        position_logits += b * position_logits_b + m * position_logits_m
     value += (b * value_b + m * value_m) * UNIT
     v = _load(value, row, column, value_h, value_w, there, DV, WIDE_DV, UNIT)
     of_key = tl.zeros((BLOCK, WIDE_D), tl.float32)
@@ -227,11 +213,11 @@ def gradients_of_keys(
             q = None
             if query is not None:
                 q = _load(query, h, w, query_h, query_w, inside, D, WIDE_D, UNIT)
-            slope = _load(slopes, h, w, slopes_h, slopes_w, inside, DV, WIDE_DV, UNIT)
+            slope = _load(grad_output, h, w, grad_output_h, grad_output_w, inside, DV, WIDE_DV, UNIT)
             place = h * Wq + w
             at = (place * taps_y + y) * taps_x + x
             sums = tl.load(lse + place, mask=inside, other=float("inf"))
-            weights = tl.exp(_logits(q, k, position, at, inside, inside, scale, BLOCK, EXCLUDE) - sums)
+            weights = tl.exp(_logits(q, k, position_logits, at, inside, inside, scale, BLOCK, EXCLUDE) - sums)
             if grad_value is not None:
                 of_value += weights[:, None] * slope
             if grad_key is not None:
