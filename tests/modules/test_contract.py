@@ -162,6 +162,28 @@ def test_the_memory_format_is_that_of_the_input(name, size, autocast):
     check_memory_format(VARIANTS[name](), (*x.shape[:2], *size), autocast)
 
 
+DROPPING = [name for name, build in VARIANTS.items() if "dropout" in inspect.signature(build).parameters]
+# Their outputs are linear in what is dropped.
+LINEAR = ("Bilateral", "Multihead", "MultiScale", "Relative", "SpatialSelf", "WindowSelf")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DROPPING)
+def test_dropout_is_of_training_alone(name):
+    """Weights that are written out, of which a probability near 0 drops none, give what the operator computes."""
+    args, kwargs = moved(inputs(name), "cpu", torch.float64)
+    expected = floating(made(name, dtype=torch.float64, dropout=0.0)(*args, **kwargs))
+    layer = made(name, dtype=torch.float64, dropout=0.5)
+    torch.testing.assert_close(floating(layer(*args, **kwargs)), expected)
+    layer.train()
+    draws = torch.stack([floating(layer(*args, **kwargs))[0] for _ in range(100 if name.startswith(LINEAR) else 2)])
+    assert not torch.allclose(draws[0], draws[1])
+    if name.startswith(LINEAR):  # six standard errors of the mean
+        assert ((draws.mean(0) - expected[0]).abs() < 0.6 * draws.std(0) + 1e-9).all()
+    close_to_none = made(name, dtype=torch.float64, dropout=1e-12).train()
+    torch.testing.assert_close(floating(close_to_none(*args, **kwargs)), expected)
+
+
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from attn_plugins import modules
 from tests.helpers.module_inputs import inputs
@@ -165,6 +167,30 @@ def test_a_wrong_input_is_named(name):
     for value, error, message in wrong.values():
         with pytest.raises(error, match=message):
             module(value, *rest, **kwargs)
+
+
+# Beside the first, these take further Tensors; a sampling's points may have a batch of one and another dtype.
+FURTHER = [name for name in VARIANTS if len([t for t in pytree.tree_leaves(inputs(name)) if isinstance(t, Tensor)]) > 1
+           and not name.startswith("MultiScaleDeformableAttention")]  # fmt: skip
+ARGUMENTS = r"(source|sources\['\w+'\]|attributes|key|words|x|visual|semantic|visual_guidance|semantic_guidance)"
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_a_wrong_further_input_is_named(name):
+    """No Tensor, another batch, too few channels or keys, none at all, another dtype."""
+    module, (leaves, structure) = VARIANTS[name]().eval(), pytree.tree_flatten(inputs(name))
+    for place in [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)][1:]:
+        tensor, shape, kind = leaves[place], f"{ARGUMENTS} must have ", rf"{ARGUMENTS} must have .* torch\.float32, got"
+        other = tensor.double()
+        if not tensor.is_floating_point():
+            shape = rf"key_padding_mask must have shape \(2, {tensor.shape[1]}\)"
+            other, kind = tensor.float(), r"key_padding_mask must be a bool Tensor, .* got torch\.float32"
+        wrong = [(t, ValueError, shape) for t in (tensor[:1], tensor[..., 1:], tensor[:, :0])]
+        wrong += [([1.0], TypeError, r"\S+ must be a (bool )?Tensor, .*got list"), (other, TypeError, kind)]
+        for value, error, message in wrong:
+            args, kwargs = pytree.tree_unflatten([*leaves[:place], value, *leaves[place + 1 :]], structure)
+            with pytest.raises(error, match=f"^{message}"):
+                module(*args, **kwargs)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.checks import check_sequence, check_tensor, positive
+from ..common.checks import check_sequence, positive
 from ..sequences.alignment_attention import AlignmentAttention
 from ..sequences.attended_lstm import check_source_names, check_sources
 from .entangled_attention import Modality
@@ -121,7 +121,7 @@ class GatedConvBlock(nn.Module):
         """
         conv = getattr(self.conv, "direction", self.conv)
         check_sequence("x", x, self.embed_dim, conv)
-        check_tensor("words", words)
+        check_sequence("words", words, self.embed_dim, conv)
         if words.shape != x.shape:
             raise ValueError(f"words must have x's shape {tuple(x.shape)}, got {tuple(words.shape)}")
         check_sources(sources, self.names, self.embed_dim, x.shape[0], conv)

@@ -1,4 +1,4 @@
-"""The captioners' decoders: formulas in plain loops, step-by-step decoding, padding and low precision."""
+"""The captioners' decoders: formulas in plain loops and step-by-step decoding."""
 
 from __future__ import annotations
 
@@ -196,17 +196,6 @@ def test_steps_are_those_of_the_whole(name):
             torch.testing.assert_close(step_weights[key], weights[key][order, t : t + 1], rtol=1e-12, atol=1e-12)
 
 
-@every_decoder
-def test_dropout_is_of_training_alone(name):
-    decoder = Decoder(name, dropout=0.5)
-    words, sources = decoder.inputs()
-    outputs = [decoder.run(words, sources)[0] for _ in range(2)]
-    assert not torch.equal(*outputs)
-    decoder.module.eval()
-    outputs = [decoder.run(words, sources)[0] for _ in range(2)]
-    assert torch.equal(*outputs)
-
-
 @torch.no_grad()
 def test_weight_normalisation():
     """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
@@ -220,28 +209,11 @@ def test_weight_normalisation():
     )
 
 
-@every_decoder
-def test_inputs_that_cannot_be(name):
-    decoder = Decoder(name)
+def test_inputs_that_cannot_be():
+    decoder = Decoder("conv")
     words, sources = decoder.inputs()
-    place = "source" if name == "show_attend_tell" else r"sources\['visual'\]"
-    visual, mask = sources["visual"]
-    shape = rf"{place} must have shape \(3, S, {visual.shape[2]}\) with S > 0, got"
-    for features, padding, error, message in (
-        (visual[:2], mask, ValueError, rf"{shape} \(2, 4, {visual.shape[2]}\)"),
-        (visual[:, :0], mask, ValueError, rf"{shape} \(3, 0, {visual.shape[2]}\)"),
-        (visual[:, :, :2], mask, ValueError, rf"{shape} \(3, 4, 2\)"),
-        (None, mask, TypeError, rf"{place} must be a Tensor, got NoneType"),
-        (visual.float(), mask, TypeError, rf"{place} must have the module's dtype torch.float64, got torch.float32"),
-        (visual, mask[:, :2], ValueError, r"key_padding_mask must have shape \(3, 4\)"),
-    ):
-        with pytest.raises(error, match=message):
-            decoder.run(words, {**sources, "visual": Modality(features, padding)})
-    if name != "show_attend_tell":
+    for name in ("lstm", "conv"):
         with pytest.raises(ValueError, match="sources must have visual, semantic, got visual"):
-            decoder.run(words, {"visual": sources["visual"]})
-    if name == "conv":
-        with pytest.raises(ValueError, match=r"words must have x's shape \(3, 5, 6\), got \(3, 4, 6\)"):
-            decoder.module(words, words[:, :4], sources)
+            Decoder(name).run(words, {"visual": sources["visual"]})
     with pytest.raises(ValueError, match=r"alignment must have shape \(B, T, S\), got \(3, 4\)"):
         doubly_stochastic_penalty(torch.rand(3, 4))

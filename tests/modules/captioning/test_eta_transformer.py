@@ -18,7 +18,7 @@ from attn_plugins.modules import (
     MultiheadAttention,
     MultimodalDecoderBlock,
 )
-from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS, Entangled
+from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS
 from attn_plugins.modules.captioning.eta_transformer import FUSIONS, reorder_caches
 from tests.helpers.module_inputs import drawn
 from tests.modules.loops import linear, sigmoid, softmax
@@ -184,23 +184,3 @@ def test_step_by_step_equals_the_full_pass_after_a_reorder(fusion):
     mask = torch.tensor([[True] * 2 + [False] * 5] * 3)  # of words
     padded = torch.cat((torch.randn(3, 2, C, dtype=torch.float64), x[order]), 1)
     torch.testing.assert_close(module(padded, visual, semantic, mask)[:, 2:], module(x[order], visual, semantic))
-
-
-def test_dropout_is_of_training_alone():
-    module = block(dropout=0.4)
-    x, (visual, semantic) = words(), modalities()
-    torch.testing.assert_close(module.eval()(x, visual, semantic), block()(x, visual, semantic))
-    assert not torch.allclose(module.train()(x, visual, semantic), module(x, visual, semantic))
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: DualWayEncoder(5, C, 1, HEADS)(torch.zeros(2, 3, 5), torch.zeros(1, 3, C)), "attributes must have"),
-        (lambda: GatedBilateralController(C)(Entangled(*[torch.zeros(1, 2, C)] * 3, torch.zeros(1, 1, C)),
-                                             torch.zeros(1, 2, C)), "visual_guidance must have shape"),
-    ],
-)  # fmt: skip
-def test_bad_input(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

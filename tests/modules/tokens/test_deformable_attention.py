@@ -129,15 +129,6 @@ def test_batch_second_identity_and_defaults():
     assert wide(**given).shape == (2, 5, 12)
 
 
-def test_dropout_in_training_alone():
-    layer, given = module(dropout=0.5), inputs()
-    expected = layer.eval()(**given) - given["query"]
-    attended = layer.train()(**given) - given["query"]
-    dropped = attended == 0
-    assert 0.2 < dropped.double().mean() < 0.8
-    torch.testing.assert_close(attended[~dropped], 2 * expected[~dropped])
-
-
 class Attend(nn.Module):
     def __init__(self, **options) -> None:
         super().__init__()

@@ -132,14 +132,6 @@ def test_wide_heads_and_long_groups():
     torch.testing.assert_close(module(x, (3, 4, 3), 1), plain)
 
 
-def test_dropout_in_training_alone():
-    module, x = build("divided", dropout=0.4), clip()
-    expected = module(x, ODD, 1)
-    torch.testing.assert_close(expected, build("divided")(x, ODD, 1))
-    module.train()
-    assert not torch.allclose(module(x, ODD, 1), module(x, ODD, 1))
-
-
 def test_no_pattern_but_joint_makes_all_pairs():
     """torch's counter finds two products over the pairs of each step."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -186,17 +186,6 @@ def test_cross_attention_without_places():
     torch.testing.assert_close(layer(query, key, prefix_tokens=1), layer(query, key))  # no term needs positions
 
 
-@pytest.mark.parametrize("attention_type", ["1111", "0010", "0000"])
-def test_dropout_drops_weights_in_training_alone(attention_type):
-    layer, given = module(attention_type, dropout=0.5), tokens()
-    expected = module(attention_type)(*given, grid=GRID)
-    torch.testing.assert_close(layer(*given, grid=GRID), expected)
-    layer.train()
-    draws = torch.stack([layer(*given, grid=GRID) for _ in range(100)])
-    assert not torch.allclose(draws[0], draws[1])
-    assert ((draws.mean(0) - expected).abs() < 0.6 * draws.std(0) + 1e-9).all()  # six standard errors of the mean
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

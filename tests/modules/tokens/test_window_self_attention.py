@@ -294,23 +294,6 @@ def test_windows_share_masks(monkeypatch):
         assert seen == expected
 
 
-@pytest.mark.parametrize(
-    ("version", "position", "window"),
-    [("v1", "table", "partition"), ("v2", "bilateral", "partition"), ("v2", "table", "centred"),
-     ("v1", "relative", "centred")],
-)  # fmt: skip
-def test_dropout_writes_the_same_weights_out(version, position, window):
-    """A dropout probability near 0 drops nothing."""
-    shift = int(window == "partition")
-    module = layer(window_size=3, shift_size=shift, version=version, position=position, window=window)
-    x = tokens((5, 6))
-    expected = module(x)
-    module.train().dropout = 1e-12
-    torch.testing.assert_close(module(x), expected)
-    module.dropout = 0.5
-    assert not torch.allclose(module(x), expected)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "backend"),
