@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,13 @@ from torch.nn import functional as F
 from attn_plugins import modules
 from attn_plugins.modules import (
     AAConv2d,
-    BilateralCrissCross2d,
     BilateralNonLocal2d,
-    BilateralSelfAttention,
-    DynamicConv2d,
     GeneralizedAttention2d,
     LocalBilateralConv2d,
     MultiheadSpatialAttention,
     NonLocal2d,
     SpatialSelfAttention,
+    WindowSelfAttention,
     attention_layers,
     capture_attention,
 )
@@ -38,15 +37,22 @@ LAYERS = {
        if name not in WITHOUT_WEIGHTS and hasattr(getattr(modules, name.split(",")[0]), "attention_maps")},
     "BilateralNonLocal2d, -inf": partial(BilateralNonLocal2d, 16, kernel_size=3, outside="-inf", smoothing="sqrt_d"),
     "CrissCrossAttention2d, resized": partial(modules.CrissCrossAttention2d, 16, 2, "relative", (4, 5), 0.5),
-    "GeneralizedAttention2d, 1101": partial(GeneralizedAttention2d, 16, 2, "1101", q_stride=2, kv_stride=3),
+    "GeneralizedAttention2d, 1101": partial(
+        GeneralizedAttention2d, 16, 2, attention_type="1101", q_stride=2, kv_stride=3
+    ),
     "LocalBilateralConv2d, content": partial(LocalBilateralConv2d, 16, 16, num_heads=2, dilation=2, geometric=False),
     "LocalBilateralConv2d, geometric": partial(LocalBilateralConv2d, 16, 16, num_heads=2, content=False),
+    "MultiheadSpatialAttention, near": partial(MultiheadSpatialAttention, 16, 2, attention_range=5, causal=True),
     "NonLocal2d, both": partial(NonLocal2d, 16, sub_sample=True, position="relative", input_size=(4, 5)),
+    "WindowSelfAttention, whole": partial(WindowSelfAttention, 16, 2, (7, 4), (0, 1), position="table+relative"),
+    "WindowSelfAttention, whole V2": partial(WindowSelfAttention, 16, 2, (1, 4), (0, 3), "v2"),
+    "WindowSelfAttention, centred none": partial(WindowSelfAttention, 16, 2, 5, 0, "v2", "none", window="centred"),
 }  # fmt: skip
 # Of some queries, whose windows reach beyond the map, or see padding alone.
 BELOW_ONE = {
     "BilateralSelfAttention, window", "MultiheadSpatialAttention, range",
-    *(name for name in LAYERS if name.startswith(("DynamicConv", "WindowSelfAttention")) and "centred" not in name),
+    *(name for name in LAYERS if name.startswith("DynamicConv")),
+    *(name for name in LAYERS if name.startswith("WindowSelfAttention") and not {"centred", "whole"} & {*name.split()}),
 }  # fmt: skip
 # Terms of the logits by class, and of the variants that have others.
 NAMES: dict[str, list[str]] = {
@@ -77,6 +83,15 @@ NAMES: dict[str, list[str]] = {
     "NonLocal2d, relative": ["content", "position"],
     "RelativeSelfAttention": ["content", "position"],
 }  # fmt: skip
+TABLE = ["content", "table"]
+# Of layers that compute a term's weights themselves.
+PARTS: dict[str, list[str]] = {
+    "WindowSelfAttention": TABLE,
+    "WindowSelfAttention, bilateral": [*TABLE, "predicted"],
+    "WindowSelfAttention, centred": ["content", "positions"],
+    "WindowSelfAttention, relative": ["content", "content_position", "position"],
+    "WindowSelfAttention, whole": ["content", "content_position", "position", "table"],
+}
 # The values that the weights multiply, (B, C, *keys), and the output from their sum, by class.
 IN_STEPS = (lambda layer, x: layer.v_proj(x).mT, lambda layer, x, y: layer.out_proj(y.mT))
 CONVOLVED = (
@@ -105,6 +120,12 @@ OUTPUTS: dict[str, tuple[Any, Any]] = {
     "NonLocal3d": NON_LOCAL,
 }  # fmt: skip
 OUTPUTS["RelativeSelfAttention, causal"] = IN_STEPS  # which has no table of values
+OUTPUTS |= {
+    name: (
+        lambda layer, x: layer._project(x)[..., 32:].movedim(3, 1), lambda layer, x, y: layer.proj(y.movedim(1, 3))
+    )
+    for name in LAYERS if name.startswith("WindowSelfAttention") and name not in BELOW_ONE
+}  # fmt: skip
 
 
 def _channels_second(heads: Tensor) -> Tensor:
@@ -137,22 +158,38 @@ def test_weights_make_the_output_and_logits_the_weights(name):
 
     one = len(places) == 1
     chosen = torch.tensor([[n - 1 for n in places], [0] * len(places)])
-    some = torch.stack([maps[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
     asked = chosen[:, 0] if one and not name.startswith("NonLocal") else chosen
-    torch.testing.assert_close(captured["layer"].maps(asked), some)
+
+    def at(whole: Tensor) -> Tensor:
+        return torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
+
+    names, parts = entry(NAMES, name) or [], captured["layer"].parts()
+    torch.testing.assert_close(captured["layer"].maps(asked), at(maps))
     if not one or name.startswith("NonLocal"):
         for axis, beyond in [(axis, number) for axis, n in enumerate(places) for number in (n, -1)]:
             off = torch.zeros(1, len(places), dtype=torch.long)
             off[0, axis] = beyond
             with pytest.raises(ValueError, match=r"queries must lie on (the|a) map of"):
                 captured["layer"].maps(off)
+            if parts and name.startswith("Window"):
+                with pytest.raises(ValueError, match="queries must lie on the map of"):
+                    captured["layer"].parts(off)
         for wrong in (chosen[:, :0], chosen.double()):
             with pytest.raises(ValueError, match=r"queries must be whole numbers of shape \(Q, "):
                 captured["layer"].maps(wrong)
     if len(places) == 2 and not one and x.dim() == 4:
         assert captured["layer"].size == tuple(places)
 
-    if names := entry(NAMES, name):
+    assert list(parts) == (entry(PARTS, name) or names if len(names) != 1 and not name.endswith("none") else [])
+    whole_keys = tuple(range(2 + len(places), maps.dim()))
+    for part, of_some in zip(parts.values(), captured["layer"].parts(asked).values(), strict=True):
+        torch.testing.assert_close(of_some, at(part))
+        assert name in BELOW_ONE or torch.allclose(part.sum(whole_keys), torch.ones_like(totals))
+    if parts and name not in BELOW_ONE:  # the normalised product of softmaxes is the softmax of the sum
+        product = torch.stack([*parts.values()]).prod(0)
+        torch.testing.assert_close(product / product.sum(whole_keys, keepdim=True), maps)
+
+    if names:
         logits = layer.attention_logits(*args, **kwargs)
         assert list(logits) == names
         assert {part.shape for part in logits.values()} == {maps.shape}
@@ -160,8 +197,7 @@ def test_weights_make_the_output_and_logits_the_weights(name):
         torch.testing.assert_close(softmax_over_keys(sum(logits.values())), shown)
         assert all(not (maps[part == -torch.inf] > 0).any() for part in logits.values())
         for part, whole in zip(layer.attention_logits(*args, **kwargs, queries=asked).values(), logits.values()):
-            index = torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
-            torch.testing.assert_close(part, index)
+            torch.testing.assert_close(part, at(whole))
 
 
 def test_every_module_with_logits_is_here():
@@ -175,119 +211,76 @@ def test_every_module_with_logits_is_here():
 # --- a term alone ---------------------------------------------------------------------------------------------------
 
 
-def drawn(module: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module.double().eval()
+def one_term(build: Any, layer: nn.Module, term: str) -> nn.Module:
+    """Return a layer with one term, of the same weights."""
+    single = build(attention_type=TERMS[term], dtype=torch.float64)
+    weights = layer.state_dict()
+    single.load_state_dict({key: weights[key] for key in single.state_dict()})
+    return single.eval()
 
 
-def one_term(whole: nn.Module, single: nn.Module) -> nn.Module:
-    """Copy the shared weights from ``whole`` into ``single``, which has one term."""
-    weights = whole.state_dict()
-    single.load_state_dict({name: weights[name] for name in single.state_dict()})
-    return single.double().eval()
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("General", "MultiheadSpatial"))])
+def test_a_term_is_that_of_a_module_without_the_others(name):
+    """Also with a context or a source, padded on the left."""
+    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    x, source = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
+    calls = [moved(inputs(name), "cpu", torch.float64)]
+    if name.startswith("General"):
+        calls.append((torch.randn(2, 1, 16, 5, 4, dtype=torch.float64).unbind(), {}))
+    elif not layer.causal:
+        calls.append(((x, source), dict(key_padding_mask=torch.tensor([[False] * 5, [True, True] + [False] * 3]))))
+    for args, kwargs in calls:
+        logits = layer.attention_logits(*args, **kwargs)
+        torch.testing.assert_close(softmax_over_keys(sum(logits.values())), layer.attention_maps(*args, **kwargs))
+        for term, part in logits.items():
+            alone = one_term(LAYERS[name], layer, term).attention_maps(*args, **kwargs)
+            torch.testing.assert_close(softmax_over_keys(part), alone)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("content", dict(q_stride=2, kv_stride=2)), ("content_position", dict(spatial_range=3)), ("saliency", {}),
-     ("position", dict(spatial_range=3)), ("position", dict(q_stride=2, kv_stride=2)), ("content_position", {})],
-)  # fmt: skip
-def test_a_term_of_generalized_attention_is_that_of_its_own_module(name, options):
-    whole = drawn(GeneralizedAttention2d(8, 2, **options))
-    single = one_term(whole, GeneralizedAttention2d(8, 2, TERMS[name], **options))
-    x, context = torch.randn(2, 1, 8, 5, 4, dtype=torch.float64)
-    for given in (dict(), dict(context=context)):
-        part = softmax_over_keys(whole.attention_logits(x, **given)[name])
-        torch.testing.assert_close(part, single.attention_maps(x, **given))
+# Parameters without which there is no such term. An augmented convolution has keys among others.
+SILENT = {
+    "content": ("phi", "key_conv", "key.", "k_proj"),
+    "position": ("position", "height_rel", "width_rel", "key_table"),
+}
+SILENT["geometric"] = SILENT["position"]
+TWO_TERMS = [name for name in LAYERS if len(entry(NAMES, name) or []) == 2
+             and not name.startswith(("General", "LocalBilateralConv2d, shared"))]  # fmt: skip
 
 
-@pytest.mark.parametrize("layer", [BilateralNonLocal2d(8, kernel_size=3), BilateralCrissCross2d(8, kernel_size=3)])
-def test_both_parts_of_bilateral_attention(layer):
-    layer, x = drawn(layer), torch.randn(1, 8, 4, 3, dtype=torch.float64)
-    parts = {name: softmax_over_keys(part) for name, part in layer.attention_logits(x).items()}
-    query = layer.theta if isinstance(layer, BilateralNonLocal2d) else layer.query_conv
-    for name, silent in (("content", layer.position), ("position", query)):
-        before = {key: value.clone() for key, value in layer.state_dict().items()}
-        for parameter in silent.parameters():
-            nn.init.zeros_(parameter)
-        torch.testing.assert_close(layer.attention_maps(x), parts[name])
+@torch.no_grad()
+@pytest.mark.parametrize("name", TWO_TERMS)
+def test_a_term_is_what_is_left_without_the_other(name):
+    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    args, kwargs = moved(inputs(name), "cpu", torch.float64)
+    logits = layer.attention_logits(*args, **kwargs)
+    (content, position), before = logits.values(), copy.deepcopy(layer.state_dict())
+    for term, other in zip(logits, reversed(logits)):
+        if term == "content" and not torch.equal(content.isneginf(), position.isneginf()):
+            continue  # positions hide keys
         layer.load_state_dict(before)
+        for key, parameter in layer.named_parameters():
+            if key.startswith(SILENT[other]):
+                parameter.zero_()
+        if name.startswith("AAConv2d") and other == "content":
+            layer.qkv.weight[layer.dk : 2 * layer.dk] = 0
+        torch.testing.assert_close(softmax_over_keys(logits[term]), layer.attention_maps(*args, **kwargs))
 
 
-def test_both_parts_of_an_augmented_convolution():
-    layer, x = drawn(AAConv2d(6, 8, 3, 8, 4, 2, input_size=(4, 5))), torch.randn(1, 6, 4, 5, dtype=torch.float64)
-    parts = {name: softmax_over_keys(part) for name, part in layer.attention_logits(x).items()}
-    without = drawn(AAConv2d(6, 8, 3, 8, 4, 2, position="none"))
-    without.load_state_dict({name: value for name, value in layer.state_dict().items() if "_rel" not in name})
-    torch.testing.assert_close(without.attention_maps(x), parts["content"])
-    nn.init.zeros_(layer.qkv.weight[8:16])  # keys only
-    torch.testing.assert_close(layer.attention_maps(x), parts["position"])
+@torch.no_grad()
+@pytest.mark.parametrize("shift", [(0, 0), (1, 1)])
+def test_a_part_of_windows_is_what_it_is_without_the_others(shift):
+    options = dict(embed_dim=12, num_heads=3, window_size=(2, 3), shift_size=shift, dtype=torch.float64)
+    layer, x = randomised(WindowSelfAttention(**options)), torch.randn(2, 3, 5, 12, dtype=torch.float64)  # with padding
+    parts, plain = layer.attention_parts(x), WindowSelfAttention(**options, position="none")
+    plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "table" not in name})
+    torch.testing.assert_close(parts["content"], plain.attention_maps(x))
+    layer.qkv.weight[:12] = 0
+    layer.qkv.bias[:12] = 0
+    torch.testing.assert_close(parts["table"], layer.attention_maps(x))
 
 
-# --- sequences ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("attention_type", "options"),
-    [("1111", {}), ("0111", dict(causal=True)), ("1010", dict(attention_range=3)), ("0010", {}),
-     ("0011", dict(causal=True, attention_range=5)), ("0100", dict(attention_range=3))],
-)  # fmt: skip
-def test_sequences(attention_type, options):
-    layer = drawn(MultiheadSpatialAttention(8, 2, attention_type, **options))
-    x, given = torch.randn(2, 6, 8, dtype=torch.float64), dict(key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))
-    given["key_padding_mask"][1, -2:] = True
-    logits = layer.attention_logits(x, **given)
-    assert list(logits) == [name for name, bit in zip(TERMS, attention_type) if bit == "1"]
-    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), layer.attention_maps(x, **given))
-    for name, part in logits.items():
-        single = one_term(layer, MultiheadSpatialAttention(8, 2, TERMS[name], **options))
-        torch.testing.assert_close(softmax_over_keys(part), single.attention_maps(x, **given))
-
-
-def test_the_source_of_cross_attention_padded_on_the_left():
-    layer = drawn(MultiheadSpatialAttention(8, 2))
-    x, source = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(2, 5, 8, dtype=torch.float64)
-    padding = torch.tensor([[False] * 5, [True, True, False, False, False]])
-    logits = layer.attention_logits(x, source, key_padding_mask=padding)
-    maps = layer.attention_maps(x, source, key_padding_mask=padding)
-    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
-
-
-@pytest.mark.parametrize(
-    ("outside", "smoothing", "causal"),
-    [("zero", "sqrt_d", False), ("-inf", "sqrt_d", True), ("learned", "zscore", False), ("learned", "zscore", True)],
-)
-def test_bilateral_sequences(outside, smoothing, causal):
-    layer = drawn(BilateralSelfAttention(8, 2, 3, outside, smoothing, causal))
-    x, padding = torch.randn(2, 6, 8, dtype=torch.float64), torch.zeros(2, 6, dtype=torch.bool)
-    padding[0, -1] = True
-    logits = layer.attention_logits(x, key_padding_mask=padding)
-    maps = layer.attention_maps(x, key_padding_mask=padding)
-    torch.testing.assert_close(softmax_over_keys(sum(logits.values())), maps)
-    nn.init.zeros_(layer.q_proj.weight)
-    nn.init.zeros_(layer.q_proj.bias)
-    torch.testing.assert_close(softmax_over_keys(logits["position"]), layer.attention_maps(x, key_padding_mask=padding))
-
-
-# --- tokens on a grid ---------------------------------------------------------------------------------------------
-
-
-def read_off(layer: SpatialSelfAttention, x: Tensor, **options) -> Tensor:
-    """Read the attention weights off the outputs for values that are 1 at a single key."""
-    T, C = x.shape[1:]
-    with torch.no_grad():
-        layer.in_proj_weight[2 * C :] = layer.out_proj.weight[:] = torch.eye(C)
-        layer.in_proj_bias[2 * C :] = layer.out_proj.bias[:] = 0
-    columns = []
-    for key in range(T):
-        value = torch.zeros_like(x)
-        value[:, key] = 1
-        columns.append(layer(x, x, value, **options).unflatten(2, (layer.num_heads, -1))[..., 0].transpose(1, 2))
-    return torch.stack(columns, -1)
-
-
+@torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "prefix", "masks"),
     [
@@ -300,9 +293,9 @@ def read_off(layer: SpatialSelfAttention, x: Tensor, **options) -> Tensor:
         (dict(attention_type="1000", kernel_size=3, outside="-inf", smoothing="sqrt_d"), 0, "bool"),
     ],
 )
-def test_tokens(options, prefix, masks):
-    layer = drawn(SpatialSelfAttention(8, 2, **options))
-    T = prefix + 6
+def test_tokens_on_a_grid(options, prefix, masks):
+    build = partial(SpatialSelfAttention, 8, 2, **options)
+    layer, T = randomised(build(dtype=torch.float64)), prefix + 6
     x = torch.randn(2, T, 8, dtype=torch.float64)
     given = dict(grid=(2, 3), prefix_tokens=prefix)
     if masks == "padding":
@@ -312,33 +305,20 @@ def test_tokens(options, prefix, masks):
     if masks == "added":
         given["attn_mask"] = torch.randn(T, T, dtype=torch.float64)
     logits = layer.attention_logits(x, **given)
-    names = [name for name, bit in zip(TERMS, options.get("attention_type", "1111")) if bit == "1"]
+    names = [name for name, bit in zip(TERMS, layer.attention_type) if bit == "1"]
     assert list(logits) == names + ["predicted"] * ("kernel_size" in options)
-    weights = softmax_over_keys(sum(logits.values()))
-    torch.testing.assert_close(weights, read_off(layer, x, **given))
+    value = F.linear(x, layer.in_proj_weight[16:], layer.in_proj_bias[16:]).unflatten(2, (2, 4)).transpose(1, 2)
+
+    def mixed(part: Tensor) -> Tensor:
+        return layer.out_proj((softmax_over_keys(part) @ value).transpose(1, 2).flatten(2))
+
+    torch.testing.assert_close(mixed(sum(logits.values())), layer(x, **given))
     if masks != "added" and "kernel_size" not in options:
         for name in names:
-            single = one_term(layer, SpatialSelfAttention(8, 2, TERMS[name], options.get("spatial_range", -1)))
-            torch.testing.assert_close(softmax_over_keys(logits[name]), read_off(single, x, **given))
+            torch.testing.assert_close(mixed(logits[name]), one_term(build, layer, name)(x, **given))
 
 
 # --- capturing ----------------------------------------------------------------------------------------------------
-
-
-def test_parts_of_what_is_captured():
-    layer, x = drawn(BilateralNonLocal2d(8, kernel_size=3)), torch.randn(1, 8, 3, 4, dtype=torch.float64)
-    holder = nn.ModuleDict({"layer": layer, "kernels": DynamicConv2d(16, 3), "plain": NonLocal2d(8).double()})
-    with capture_attention(holder) as captured, torch.no_grad():
-        layer(x)
-        holder["kernels"](torch.randn(1, 16, 3, 4))
-        holder["plain"](x)
-    queries = torch.tensor([[2, 3]])
-    parts = captured["layer"].parts(queries)
-    assert list(parts) == ["content", "position"]
-    torch.testing.assert_close(parts["content"].sum((-2, -1)), torch.ones(1, 1, 1, dtype=torch.float64))
-    product = parts["content"] * parts["position"]  # the normalised product of softmaxes is the softmax of the sum
-    torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), captured["layer"].maps(queries))
-    assert captured["kernels"].parts() == captured["plain"].parts() == {}  # a single term has no parts
 
 
 def test_what_is_captured_is_what_the_layer_computes():

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from attn_plugins import ops
-from attn_plugins.modules import WindowSelfAttention, capture_attention
+from attn_plugins.modules import WindowSelfAttention
 from attn_plugins.modules.common import attention
 from attn_plugins.terms.sine_position import sine_encoding
 from tests.helpers.module_inputs import drawn
@@ -144,11 +144,6 @@ def test_equals_loops(options, size, window, shift, version):
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
 
 
-ALL = [dict(position=p) for p in ("table", "relative", "none", "bilateral", "table+relative")] + [
-    dict(position="bilateral", kernel_size=3, outside="-inf", smoothing="sqrt_d")
-]
-
-
 def timm_block(version: str, size, window, shift) -> nn.Module:
     if version == "v1":
         from timm.models.swin_transformer import SwinTransformerBlock as Block
@@ -199,76 +194,6 @@ def test_what_is_added_starts_as_nothing_and_loads_what_lacks_it(version, positi
     assert ours.gate.grad.abs().min() > 0
     again.load_state_dict(ours.state_dict(), strict=True)
     torch.testing.assert_close(again(x), ours(x))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("window", "version", "options"),
-    [
-        (("partition", "centred")[n % 2], ("v1", "v2")[n // 2 % 2], options)
-        for n, options in enumerate([*ALL, *ALL[:5]])
-    ],
-    ids=str,
-)
-def test_attention_maps_give_the_output(window, version, options):
-    """If windows fill the map, the maps give the output; otherwise the weight of the padding is missing."""
-    shift = (1, 2) if window == "partition" else 0
-    module = layer(window_size=(3, 5), shift_size=shift, version=version, window=window, **options)
-    for H, W in ((6, 10), (4, 7)):
-        x = tokens((H, W))
-        maps = module.attention_maps(x)
-        assert maps.shape == (2, M, H, W, H, W)
-        v = module._project(x).unflatten(3, (3, M, -1))[:, :, :, 2]
-        output = module.proj(torch.einsum("bmhwyx,byxmd->bhwmd", maps, v).flatten(3))
-        if window == "centred" or (H, W) == (6, 10):
-            torch.testing.assert_close(output, module(x))
-            torch.testing.assert_close(maps.sum((4, 5)), torch.ones_like(maps[..., 0, 0]))
-        else:
-            assert (maps.sum((4, 5)) < 1).any()
-        queries = torch.tensor([[0, 1], [3, 6]])
-        torch.testing.assert_close(module.attention_maps(x, queries), maps[:, :, queries[:, 0], queries[:, 1]])
-
-
-PARTS = {
-    "table": (dict(), ["content", "table"]),
-    "v2": (dict(version="v2"), ["content", "table"]),
-    "sum": (dict(position="table+relative"), ["content", "content_position", "position", "table"]),
-    "bilateral": (dict(position="bilateral", kernel_size=3), ["content", "predicted"]),
-    "none": (dict(position="none"), []),
-    "centred": (dict(window="centred", window_size=3, shift_size=0), ["content", "positions"]),
-    "centred, none": (dict(window="centred", window_size=3, shift_size=0, position="none"), []),
-}
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_the_product_of_the_parts_makes_the_weights(kind):
-    options, names = PARTS[kind]
-    module, x = layer(**{"window_size": (2, 3), "shift_size": (1, 1), **options}), tokens((4, 6))  # no padding
-    with capture_attention(nn.ModuleDict({"layer": module})) as captured, torch.no_grad():
-        module(x)
-    maps, parts = captured["layer"].maps(), captured["layer"].parts()
-    assert list(parts) == names
-    queries = torch.tensor([[3, 5], [0, 1]])
-    for name, part in captured["layer"].parts(queries).items():
-        torch.testing.assert_close(part, parts[name][:, :, [3, 0], [5, 1]])
-        torch.testing.assert_close(part.sum((-2, -1)), torch.ones_like(part[..., 0, 0]))
-    if parts:  # the normalised product of softmaxes is the softmax of the sum
-        product = torch.stack(list(parts.values())).prod(0)
-        torch.testing.assert_close(product / product.sum((-2, -1), keepdim=True), maps)
-        with pytest.raises(ValueError, match="queries must lie on the map"):
-            captured["layer"].parts(torch.tensor([[4, 0]]))
-
-
-def test_each_part_is_what_it_is_without_the_others():
-    options = dict(window_size=(2, 3), shift_size=(1, 1))
-    module, x = layer(**options), tokens((3, 5))  # with padding
-    parts = module.attention_parts(x)
-    plain = layer(position="none", **options)
-    plain.load_state_dict({name: value for name, value in module.state_dict().items() if "table" not in name})
-    torch.testing.assert_close(parts["content"], plain.attention_maps(x))
-    nn.init.zeros_(module.qkv.weight[:C])
-    nn.init.zeros_(module.qkv.bias[:C])
-    torch.testing.assert_close(parts["table"], module.attention_maps(x))
 
 
 def test_windows_share_masks(monkeypatch):
