@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_plugins.modules import AAConv2d, GeneralizedAttention2d, WindowSelfAttention
-from attn_plugins.terms.decomposed import decomposed_logits
-from tests.helpers.module_inputs import drawn
+from tests.helpers.module_inputs import drawn, inputs
+from tests.helpers.public_modules import VARIANTS
 
 MAKES_POSITIONS = {"aten::arange", "aten::linspace", "aten::scatter_", "aten::sin", "aten::roll", "aten::log2"}
-
-
-class Decomposed(nn.Module):
-    """Decomposed positions of a map (B, C, H, W)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(2, 15, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return decomposed_logits(x.movedim(1, 3).unsqueeze(1), *self.table)[0]
-
-
-class OnMaps(nn.Module):
-    """Window attention on maps (B, C, H, W)."""
-
-    def __init__(self, **options) -> None:
-        super().__init__()
-        self.attention = WindowSelfAttention(16, 2, 4, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x.movedim(1, 3))
-
-
-LAYERS = {
-    "decomposed": Decomposed,
-    **{f"window, {options}": partial(OnMaps, **options) for options in (
-        dict(), dict(shift_size=2, version="v2"), dict(shift_size=2, position="none"),
-        dict(shift_size=2, position="relative"))},
-    "generalized": lambda: GeneralizedAttention2d(16, 2, kv_stride=2),
-    "generalized, range": lambda: GeneralizedAttention2d(16, 2, "1110", 3, kv_stride=2),
-    "generalized, range alone": lambda: GeneralizedAttention2d(16, 2, "1000", 3, kv_stride=2),
-    "generalized, windows": lambda: GeneralizedAttention2d(16, 2, "0101", 3),
-    "mmcv": lambda: GeneralizedAttention2d.mmcv_compatible(16, 3, 2),
-    **{position: partial(AAConv2d, 16, 16, 3, 8, 8, 2, position=position) for position in ("sine", "coordconv")},
-}  # fmt: skip
+LAYERS: dict[str, dict] = {
+    "AAConv2d, no convolution": {},
+    "AAConv2d, sine": {},
+    "GeneralizedAttention2d, as mmcv's": dict(spatial_range=2),
+    "GeneralizedAttention2d, range": dict(kv_stride=2),
+    "GeneralizedAttention2d, strides": dict(q_stride=1),
+    "GeneralizedAttention2d, 0110": dict(spatial_range=3),
+    "WindowSelfAttention": dict(window_size=4),
+    "WindowSelfAttention, V2": dict(window_size=4, shift_size=2),
+    "WindowSelfAttention, relative": dict(window_size=4),
+}
 
 
 class Computed(TorchDispatchMode):
@@ -61,10 +33,12 @@ class Computed(TorchDispatchMode):
 
 
 @pytest.fixture(params=LAYERS)
-def layer(request):
+def call(request):
+    """Return a layer, and its input's shape for a map of any size."""
     torch.manual_seed(0)
-    layer = LAYERS[request.param]()
-    return drawn(layer, 0.5)
+    width = inputs(request.param)[0][0].shape[-1 if request.param.startswith("Window") else 1]
+    shape = (lambda H, W: (2, H, W, width)) if request.param.startswith("Window") else lambda H, W: (2, width, H, W)
+    return drawn(VARIANTS[request.param](**LAYERS[request.param]), 0.5), shape
 
 
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
@@ -79,8 +53,8 @@ def same(ours: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize(("size", "dtype"), [((8, 12), torch.float64), ((7, 9), torch.float32)], ids=str)
-def test_results_stay(layer, size, dtype):
-    layer, x = layer.to(dtype), torch.randn(2, 16, *size, dtype=dtype)
+def test_results_stay(call, size, dtype):
+    layer, x = call[0].to(dtype), torch.randn(call[1](*size), dtype=dtype)
     with Computed():
         expected = results(layer, x)
     for context in (torch.inference_mode, torch.no_grad):
@@ -95,8 +69,8 @@ def test_results_stay(layer, size, dtype):
     same(results(layer, x), expected)
 
 
-def test_the_second_call_makes_no_positions(layer):
-    x = torch.randn(2, 16, 8, 12)
+def test_the_second_call_makes_no_positions(call):
+    layer, x = call[0], torch.randn(call[1](8, 12))
     keys, attributes = list(layer.state_dict()), [set(vars(module)) for module in layer.modules()]
     layer(x)
     assert list(layer.state_dict()) == keys
