@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -59,6 +59,28 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def in_dtype(
+    dtype: torch.dtype, terms: Sequence[Tensor | None], cast: Sequence[bool] | None = None
+) -> list[Tensor | None]:
+    """Return the terms in autocast's dtype, apart from float64 and those that ``cast`` leaves out."""
+    return [
+        t if t is None or t.dtype == torch.float64 or (cast is not None and not cast[n]) else t.to(dtype)
+        for n, t in enumerate(terms)
+    ]
+
+
+def under_autocast(
+    function: Callable[..., Tensor], terms: Sequence[Tensor | None], cast: Sequence[bool] | None = None
+) -> Tensor:
+    """Return ``function(*terms)``; under autocast, switch it off and cast the terms by :func:`in_dtype` first."""
+    device_type = next(term.device.type for term in terms if term is not None)
+    dtype = autocast_dtype(device_type)
+    if dtype is None:
+        return function(*terms)
+    with torch.autocast(device_type, enabled=False):
+        return function(*in_dtype(dtype, terms, cast))
 
 
 def check_tensors(first: str, required: Sequence[str] = (), **tensors: Tensor | None) -> None:

@@ -15,32 +15,22 @@ gradients; options are everything else, numbers and masks.
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import backends, library, triton_launch
-from .arguments import autocast_dtype
+from . import backends, library, schemas, triton_launch
+from .arguments import in_dtype, under_autocast
 from .backends import Backend
 from .batching import mapped
 from .gradients import Differentiable, fill, is_batched_gradient, second_gradients, traced, transformed, unobserved
-from .plans import planned
+from .plans import replay
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
 _AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
-_SCHEMA_TYPES: dict[Any, str] = {
-    bool: "bool",
-    int: "SymInt",
-    float: "float",
-    str: "str",
-    Sequence[int]: "int[]",
-    list[int]: "int[]",
-    Sequence[torch.SymInt]: "SymInt[]",
-}
 OPERATORS: dict[str, Operator] = {}  # by name
 _LIBRARY: list[Any] = []  # torch.library.Library, made at the first definition and never dropped
 
@@ -105,7 +95,7 @@ class Operator:
         has_triton = triton_launch.NAME in names and not compiled
         self._of_state = terms._fields.index("value") if has_triton else None
         self._tensor_options = [
-            number for number, kind in enumerate(_field_types(options)) if kind in ("Tensor", "Tensor?")
+            number for number, kind in enumerate(schemas.field_types(options)) if kind in ("Tensor", "Tensor?")
         ]
         OPERATORS[name] = self
         if HAS_OPERATORS:
@@ -119,7 +109,7 @@ class Operator:
         if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
             results = self._once.direct(self._forward, args)
         elif self._by_reference():
-            return under_autocast(lambda *cast: self._definition(self.terms(*cast), options), terms, self._to)
+            return under_autocast(lambda *cast: self._definition(self.terms(*cast), options), terms, self._cast)
         else:
             results = self._forward_operator(*args)
         return results if isinstance(results, Tensor) else results[0]
@@ -170,13 +160,6 @@ class Operator:
             return backends.Choice(backends.REFERENCE, {"any other backend": reason})
         return backends.survey(self.table, terms, options)
 
-    def _to(self, dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the terms in autocast's dtype, apart from float64 and those that keep theirs."""
-        return [
-            term if term is None or not cast or term.dtype == torch.float64 else term.to(dtype)
-            for term, cast in zip(terms, self._cast)
-        ]
-
     # --- torch.library --------------------------------------------------------------------------------------------
 
     def _define(self, results: Sequence[str], keeps: Sequence[str]) -> None:
@@ -185,13 +168,15 @@ class Operator:
         if not _LIBRARY:
             _LIBRARY.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
         library, backward = _LIBRARY[0], f"{self.name}_backward"
-        terms, options = _arguments(self.terms), _arguments(self.options)
+        terms, options = schemas.arguments(self.terms), schemas.arguments(self.options)
         kept = [f"Tensor{'?' if self._needs_output and name == results[0] else ''} {name}" for name in keeps]
         gradients = [f"Tensor grad_{name}" for name in self.terms._fields]
-        forward_schema = f"({', '.join([*terms, *options])}) -> {_returns([f'Tensor {name}' for name in results])}"
+        forward_schema = (
+            f"({', '.join([*terms, *options])}) -> {schemas.returns([f'Tensor {name}' for name in results])}"
+        )
         # Gradients that are not needed come back empty.
         backward_arguments = ["Tensor grad_output", *terms, *kept, *options, "bool[] needs"]
-        backward_schema = f"({', '.join(backward_arguments)}) -> {_returns(gradients)}"
+        backward_schema = f"({', '.join(backward_arguments)}) -> {schemas.returns(gradients)}"
         tags = (torch.Tag.pt2_compliant_tag,)
         library.define(self.name + forward_schema, tags=tags)
         library.define(backward + backward_schema, tags=tags)
@@ -223,7 +208,7 @@ class Operator:
         def rule(*args: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 if casts:
-                    args = (*self._to(torch.get_autocast_dtype(device_type), args[:count]), *args[count:])
+                    args = (*in_dtype(torch.get_autocast_dtype(device_type), args[:count], self._cast), *args[count:])
                 return operator(*args)
 
         return rule
@@ -236,7 +221,7 @@ class Operator:
 
     def _forward(self, *args: Any) -> Any:
         if self._of_state is not None and (state := triton_launch.state(args[self._of_state])) is not None:
-            return planned(self._compute, ("forward", self.name, *state), args)
+            return replay(self._compute, ("forward", self.name, *state), args)
         return self._compute(*args)
 
     def _compute(self, *args: Any) -> Any:
@@ -254,7 +239,7 @@ class Operator:
 
     def _backward(self, *args: Any) -> tuple[Tensor, ...]:
         if self._of_state is not None and (state := triton_launch.state(args[self._of_state + 1])) is not None:
-            return planned(self._differentiate_output, ("backward", self.name, *state), args)
+            return replay(self._differentiate_output, ("backward", self.name, *state), args)
         return self._differentiate_output(*args)
 
     def _differentiate_output(self, grad_output: Tensor, *args: Any) -> tuple[Tensor, ...]:
@@ -372,62 +357,3 @@ class Operator:
         """Count likewise for a call of the operator's backward."""
         terms, _, options = self._split(args)
         return self._backward_operations(terms, options, args[-1])
-
-
-def in_dtype(dtype: torch.dtype, terms: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the terms in autocast's dtype, apart from float64."""
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in terms]
-
-
-def under_autocast(
-    function: Callable[..., Tensor],
-    terms: Sequence[Tensor | None],
-    cast: Callable[[torch.dtype, Sequence[Tensor | None]], Sequence[Tensor | None]] = in_dtype,
-) -> Tensor:
-    """Return ``function(*terms)``; under autocast, switch it off and ``cast`` the terms to its dtype first."""
-    device_type = next(term.device.type for term in terms if term is not None)
-    dtype = autocast_dtype(device_type)
-    if dtype is None:
-        return function(*terms)
-    with torch.autocast(device_type, enabled=False):
-        return function(*cast(dtype, terms))
-
-
-def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[str, Any]:
-    """Return operation counts of attention whose backward recomputes its logits.
-
-    Args:
-        products: ``(terms, options)`` to the operations of one content product and of one value product.
-
-    Returns:
-        The arguments ``operations`` and ``backward_operations`` of :class:`Operator`.
-    """
-
-    def backward(terms: Any, options: Any, needs: Sequence[bool]) -> int:
-        """Count recomputed logits, gradients of query and key; gradients of weights and value."""
-        content, mixing = products(terms, options)
-        return 3 * content + 2 * mixing
-
-    return dict(operations=lambda terms, options: sum(products(terms, options)), backward_operations=backward)
-
-
-def _field_types(named_tuple: Any) -> list[str]:
-    """Return schema types of the fields."""
-    hints = typing.get_type_hints(named_tuple)
-    return [_schema_type(hints[name]) for name in named_tuple._fields]
-
-
-def _schema_type(hint: Any) -> str:
-    if hint is Tensor:
-        return "Tensor"
-    if set(typing.get_args(hint)) == {Tensor, type(None)}:
-        return "Tensor?"
-    return _SCHEMA_TYPES[hint]
-
-
-def _arguments(named_tuple: Any) -> list[str]:
-    return [f"{kind} {name}" for kind, name in zip(_field_types(named_tuple), named_tuple._fields)]
-
-
-def _returns(results: Sequence[str]) -> str:
-    return f"({', '.join(results)})" if len(results) > 1 else "Tensor"

@@ -101,8 +101,8 @@ def launched(run: Callable[..., Any] | None, args: Sequence[Any]) -> None:
         recorder.add(run or len, args, None)
 
 
-def planned(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[Any]) -> Any:
-    """Return ``function(*args)``, a tensor or a tuple of tensors.
+def replay(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[Any]) -> Any:
+    """Return ``function(*args)``, a tensor or a tuple of tensors, by the plan of such calls where there is one.
 
     Args:
         function: Depends on nothing but ``args`` and ``state``.

@@ -89,13 +89,12 @@ def refusal(tensor: Tensor) -> str | None:
     Tensors of the CPU are taken by the interpreter, and tensors of no device while launches are recorded, but only
     where :func:`.backend` asks for it.
     """
-    if backends.forced() == NAME and (recording() or (tensor.device.type == "cpu" and interpreted())):
-        return _missing()
-    if not tensor.is_cuda:
+    asked = backends.forced() == NAME and (recording() or (tensor.device.type == "cpu" and interpreted()))
+    if not (asked or tensor.is_cuda):
         return f"its kernels are for CUDA, and the tensors are on {tensor.device.type}"
     if tensor.dtype == torch.float64:
         return "its kernels take no float64"
-    return _refusal(tensor.device.index or 0)
+    return _missing() if asked else _refusal(tensor.device.index or 0)
 
 
 def runs_on(index: int) -> bool:

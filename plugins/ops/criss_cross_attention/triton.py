@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
+from ..common.strides import strides
 from .eager import empty, packed
 from .operands import Options, Terms
 
@@ -159,8 +160,8 @@ class _Launches:
         self.terms = tuple(packed(t, dtype) for t in terms[:3] if t is not None)
         query, key, value = self.terms
         self.scale, self.shape = options.scale, value.shape
-        strides = [n for t in (query, key, value, *others) if t is not None for n in _strides(t, False)]
-        self.unit = math.gcd(16, *strides)
+        numbers = [n for t in (query, key, value, *others) if t is not None for n in strides(t)]
+        self.unit = math.gcd(16, *numbers)
         D, DV = query.shape[4], value.shape[4]
         self.constants: dict[str, Any] = dict(
             D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D),
@@ -196,7 +197,8 @@ class _Launches:
         arguments: dict[str, Any] = dict(scale=self.scale, heads=M, lines=lines, length=length)
         for name, tensor in (*zip(("query", "key", "value"), self.terms), *tensors.items()):
             arguments[name] = tensor
-            for axis, stride in zip(("batch", "head", "line", "place"), _strides(tensor, column)):
+            b, m, *lengths = strides(tensor)
+            for axis, stride in zip(("batch", "head", "line", "place"), (b, m, *lengths[:: -1 if column else 1])):
                 arguments[f"{name}_{axis}"] = stride // self.unit
         triton_launch.launch(
             kernel, (B * M * lines * _blocks(length, block) * parts,), arguments,
@@ -204,15 +206,6 @@ class _Launches:
             BLOCK_Q=blocks.queries, BLOCK_K=blocks.keys, BLOCK_V=blocks.channels,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
-
-
-def _strides(tensor: Tensor | None, column: bool) -> tuple[int, ...]:
-    """Return the strides of image, head, line and place; 0 along axes of size 1, and for None."""
-    if tensor is None:
-        return 0, 0, 0, 0
-    (B, M, H, W), (b, m, h, w) = tensor.shape[:4], tensor.stride()[:4]
-    b, m, h, w = 0 if B == 1 else b, 0 if M == 1 else m, 0 if H == 1 else h, 0 if W == 1 else w
-    return (b, m, w, h) if column else (b, m, h, w)
 
 
 BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

@@ -37,7 +37,7 @@ def refuses(terms: Terms, options: Options) -> str | None:
     value, locations, weights = terms
     if reason := triton_launch.refusal(value):
         return reason
-    if torch.float64 in (value.dtype, locations.dtype, weights.dtype):
+    if torch.float64 in (locations.dtype, weights.dtype):
         return "its kernels take no float64"
     B, S, M, d = value.shape
     Q, P = weights.shape[1], sum(options.points)

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
+from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite, under_autocast
+from ..common.attention import check_query_and_key, counts_of_products, empty_results
 from ..common.backends import closed_form
-from ..common.operator import Operator, counts_of_products, under_autocast
+from ..common.operator import Operator
 from ..common.softmax import masked_softmax
 from . import cpu, eager, reference, sdpa, triton
 from .operands import Options, Terms
@@ -120,18 +121,7 @@ def _check(terms: Terms) -> None:
     B, M, Hk, Wk, _ = value.shape
     if Hk * Wk == 0:
         raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
-    if (query is None) != (key is None):
-        raise ValueError("query and key must be given together, or both be None for no content term")
-    if query is not None and key is not None:
-        check_dim("query", query, "(B, M, Hq, Wq, d)")
-        d = query.shape[4]
-        if query.shape[:2] != (B, M):
-            raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
-        if key.shape != (B, M, Hk, Wk, d):
-            raise ValueError(
-                f"key must have shape {(B, M, Hk, Wk, d)} = (B, M, Hk, Wk, d) of value and query, "
-                f"got {tuple(key.shape)}"
-            )
+    check_query_and_key(query, key, value, "(B, M, Hq, Wq, d)")
     for name, logits, axes in (("row_logits", row_logits, "Hk"), ("column_logits", column_logits, "Wk")):
         if logits is not None:
             check_dim(name, logits, f"(B, M, Hq, Wq, {axes})")
@@ -153,15 +143,6 @@ def _check(terms: Terms) -> None:
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection that follows, and log-sum-exp."""
-    value = terms.value
-    B, M, _, _, dv = value.shape
-    Hq, Wq = terms.grid()
-    lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
-    return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
-
-
 def _products(terms: Any, options: Options) -> tuple[int, int]:
     """Count the operations of one content product and of one value product."""
     query, _, (B, M, Hk, Wk, dv), row_logits, column_logits, _ = terms
@@ -177,7 +158,7 @@ ATTEND = Operator(
     Options,
     ("output", "log_sum_exp"),
     keeps=("output", "log_sum_exp"),
-    fake=_results,
+    fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
     reference=lambda terms, options: reference.global_attention(*terms, *options),
     table=[triton.BACKEND, sdpa.BACKEND, cpu.BACKEND, eager.BACKEND],
     **counts_of_products(_products),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
+from ..common.strides import has_rows, with_rows
 from ..common.triton_launch import launch, power_of_two
 from . import sdpa
 from .operands import Options, Terms
@@ -83,8 +84,6 @@ def refuses(terms: Terms, options: Options) -> str | None:
     query, _, value, *_ = terms
     if reason := triton_launch.refusal(value):
         return reason
-    if value.dtype == torch.float64:
-        return "its kernels take no float64"
     widths = (0 if query is None else query.shape[4], value.shape[4])
     widest = WIDEST if value.dtype.itemsize == 2 else WIDEST_FLOAT
     if max(widths) > widest:
@@ -121,27 +120,18 @@ def _tensors(terms: Terms, shape: _Shape) -> dict[str, Tensor | None]:
     query, key, value, row_logits, column_logits, key_logits = terms
     B, M, Hq, Wq, Hk, Wk, D, _ = shape
     return {
-        "value": _readable(value),
-        "query": _readable(query) if query is not None and D else None,
-        "key": _readable(key) if key is not None and D else None,
-        "row_logits": None if row_logits is None else _readable(row_logits).expand(B, M, Hq, Wq, Hk),
-        "column_logits": None if column_logits is None else _readable(column_logits).expand(B, M, Hq, Wq, Wk),
+        "value": with_rows(value),
+        "query": with_rows(query) if query is not None and D else None,
+        "key": with_rows(key) if key is not None and D else None,
+        "row_logits": None if row_logits is None else with_rows(row_logits).expand(B, M, Hq, Wq, Hk),
+        "column_logits": None if column_logits is None else with_rows(column_logits).expand(B, M, Hq, Wq, Wk),
         "key_logits": None if key_logits is None else _dense_rows(key_logits).expand(B, M, Hk, Wk),
     }
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy where its last axis is not contiguous."""
-    return tensor if _adjacent(tensor) else tensor.contiguous()
 
 
 def _dense_rows(logits: Tensor) -> Tensor:
     """Return ``logits`` (·, ·, Hk, Wk), or a copy with adjacent columns; with adjacent rows if there is one column."""
     return logits if logits.stride(-2 if logits.shape[-1] == 1 else -1) == 1 else logits.contiguous()
-
-
-def _adjacent(tensor: Tensor) -> bool:
-    return tensor.stride(-1) == 1 or tensor.shape[-1] == 1
 
 
 def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Block:
@@ -246,7 +236,7 @@ def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     shape = _shape(terms)
-    written = output if _adjacent(output) else output.contiguous()
+    written = with_rows(output)
     sums = lse.contiguous()
     _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
     for result, buffer in ((output, written), (lse, sums)):
@@ -273,8 +263,8 @@ def backward(
     sums = lse.flatten(2).contiguous()
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
     norms = dict(lse=sums, products=torch.empty_like(sums), inverse=inverse)
-    tensors = dict(**_tensors(terms, shape), grad_output=_readable(grad_output), **norms)
-    targets = dict(output=_readable(output), grad_query=query, grad_row_logits=row, grad_column_logits=column)
+    tensors = dict(**_tensors(terms, shape), grad_output=with_rows(grad_output), **norms)
+    targets = dict(output=with_rows(output), grad_query=query, grad_row_logits=row, grad_column_logits=column)
     _launch("query_gradients", shape, options.scale, **tensors, **targets)
     if any(grad is not None for grad in (key, value, key_logits)):
         targets = dict(grad_key=key, grad_value=value, grad_key_logits=key_logits)
@@ -296,7 +286,7 @@ def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) ->
     if grad is None or grad.numel() == 0:
         return None
     full = tuple(grad.shape) == shape
-    if full and _adjacent(grad) and not (added and grad.dtype.itemsize < 4):
+    if full and has_rows(grad) and not (added and grad.dtype.itemsize < 4):
         return grad
     return grad.new_empty(shape, dtype=grad.dtype if full and not added else torch.float32)
 

@@ -13,18 +13,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common import triton_launch
-from ..common.arguments import (
-    LARGEST,
-    arithmetic_dtype,
-    broadcasts,
-    check_dim,
-    check_padding_mask,
-    check_tensors,
-    finite,
-)
+from ..common.arguments import LARGEST, broadcasts, check_dim, check_padding_mask, check_tensors, finite
+from ..common.attention import check_query_and_key, counts_of_products, empty_results
 from ..common.axes import unfold
 from ..common.backends import closed_form, forced
-from ..common.operator import Operator, counts_of_products
+from ..common.operator import Operator
 from ..window_attention.window_attention import window_attention
 from . import cpu, eager, reference, sdpa, triton
 from .eager import band_reach
@@ -175,18 +168,8 @@ def _check(terms: Terms, number: float | None, key_padding_mask: Tensor | None, 
     B, M, S, _ = value.shape
     if S == 0:
         raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
-    if (query is None) != (key is None):
-        raise ValueError("query and key must be given together, or both be None for position logits alone")
-    if query is not None and key is not None:
-        check_dim("query", query, "(B, M, T, d)")
-        if query.shape[:2] != (B, M):
-            raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
-        if key.shape != (B, M, S, query.shape[3]):
-            raise ValueError(
-                f"key must have shape {(B, M, S, query.shape[3])}, value's axes and query's width, "
-                f"got {tuple(key.shape)}"
-            )
-    elif band_logits is None and position_logits is None:
+    check_query_and_key(query, key, value, "(B, M, T, d)")
+    if query is None and band_logits is None and position_logits is None:
         raise ValueError("query and key, band_logits or position_logits must be given")
     if band_logits is None and (outside_logits is not None or number is not None):
         raise ValueError("outside_logits needs band_logits: without a band no key is outside it")
@@ -241,14 +224,6 @@ def _check_segments(segment_ids: Tensor, terms: Terms, start: int) -> None:
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised output, stored as (B, T, M, dv) for the projection that follows, and log-sum-exp."""
-    B, M, _, dv = terms.value.shape
-    T = terms.queries()
-    output = terms.value.new_empty_strided((B, M, T, dv), (T * M * dv, dv, M * dv, 1))
-    return output, terms.value.new_empty((B, M, T), dtype=arithmetic_dtype(terms.value.dtype))
-
-
 def _needs_output(terms: Terms, options: Options) -> bool:
     """Return whether the backward reads the output, for its product with the gradient; our CPU kernels recompute it."""
     if terms.value.device.type != "cpu" or forced() == triton_launch.NAME:
@@ -271,7 +246,7 @@ ATTEND = Operator(
     ("output", "log_sum_exp"),
     keeps=("output", "log_sum_exp"),
     needs_output=_needs_output,
-    fake=_results,
+    fake=lambda terms, options: empty_results(terms.value, terms.queries()),
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),
     table=[sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..common import backends, triton_launch
 from ..common.backends import Backend, Gradients
+from ..common.strides import strides
 from ..common.triton_launch import launch, power_of_two
 from .eager import band_reach
 from .operands import Options, Terms
@@ -147,17 +148,17 @@ class Call:
         tensors = self.tensors | tensors
         vectors = [tensors[name] for name in _VECTORS if name in tensors]
         unit = 16 // self.itemsize
-        if any(n % unit for tensor in vectors for n in _strides(tensor)):
+        if any(n % unit for tensor in vectors for n in strides(tensor, 3)):
             unit = 1
         line = _line([tensors.get(name) for name in _LINES], self.S)
         units = dict.fromkeys(_VECTORS, unit) | dict.fromkeys(_LINES, line) | dict.fromkeys(_TAPS, 1)
-        strides = {
+        steps = {
             f"{name}_{axis}": n // units[name]
             for name in units.keys() & tensors.keys()
-            for axis, n in zip("bmt", _strides(tensors[name]))
+            for axis, n in zip("bmt", strides(tensors[name], 3))
         }
         launch(
-            kernel, (programs,), tensors | strides | self.numbers | (numbers or {}),
+            kernel, (programs,), tensors | steps | self.numbers | (numbers or {}),
             BLOCK_T=tile.queries, BLOCK_S=tile.keys, UNIT=unit, LINE=line, num_warps=tile.warps, num_stages=tile.stages,
             **self.constants, **constants,
         )  # fmt: skip
@@ -179,19 +180,11 @@ def _with_rows(tensor: Tensor) -> Tensor:
     return tensor if _has_rows(tensor) else tensor.contiguous()
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, int, int]:
-    """Return the strides of batch, head and row; 0 along axes of size 1, and for None."""
-    if tensor is None:
-        return 0, 0, 0
-    (B, M, rows), (b, m, row) = tensor.shape[:3], tensor.stride()[:3]
-    return b if B > 1 else 0, m if M > 1 else 0, row if rows > 1 else 0
-
-
 def _line(matrices: Sequence[Tensor | None], S: int) -> int:
     """Return how many numbers of position logits, or of their gradients, are read at a time: 16 bytes or one."""
     given = [matrix for matrix in matrices if matrix is not None]
     line = min((16 // matrix.element_size() for matrix in given), default=1)
-    return 1 if S % line or any(n % line for matrix in given for n in _strides(matrix)) else line
+    return 1 if S % line or any(n % line for matrix in given for n in strides(matrix, 3)) else line
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:

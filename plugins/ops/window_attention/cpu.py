@@ -32,10 +32,8 @@ def refuses(terms: Terms, options: Options) -> str | None:
     """Refuse windows far larger than the map: packed rows are as long as their windows reach."""
     if reason := library.refusal(terms.value.device, "cpu"):
         return reason
-    queries = terms.position_logits if terms.query is None else terms.query
-    assert queries is not None
-    keys, stride = terms.value.shape[3], options.stride[1]
-    reach = (options.kernel_size[1] - 1) * options.dilation[1] + options.padding[1] + stride * queries.shape[3]
+    keys, (_, queries) = terms.value.shape[3], terms.grid()
+    reach = (options.kernel_size[1] - 1) * options.dilation[1] + options.padding[1] + options.stride[1] * queries
     if reach > 8 * keys + _REACH:
         return f"its windows reach {reach} keys along a row of {keys}"
     return None

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..common import library
 from ..common.backends import Backend, Gradients
+from ..common.strides import has_rows, with_rows
 from .operands import Options, Terms
 
 WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes
@@ -37,18 +38,11 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return library.refusal(value.device, "cuda")
 
 
-def _rows(tensor: Tensor | None) -> Tensor | None:
-    """Return ``tensor`` with contiguous channels."""
-    if tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
-        return tensor
-    return tensor.contiguous()
-
-
 def _operands(terms: Terms) -> list[Tensor | None]:
     query, key, value, position_logits = terms
     if position_logits is not None and position_logits.shape[:2] != value.shape[:2]:
         position_logits = position_logits.expand(*value.shape[:2], -1, -1, -1)
-    return [_rows(query), _rows(key), _rows(value), position_logits]
+    return [with_rows(query), with_rows(key), with_rows(value), position_logits]
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
@@ -67,12 +61,12 @@ def backward(
         if grad is None:
             return None
         shape = (*value.shape[:2], *grad.shape[2:])
-        fits = grad.shape == shape and (any_strides or grad.stride(-1) == 1 or grad.shape[-1] == 1)
+        fits = grad.shape == shape and (any_strides or has_rows(grad))
         return grad if fits else grad.new_empty(shape)
 
     written = {name: full(grad, any_strides=name == "position_logits") for name, grad in grads.items()}
     backward_kernels(
-        _rows(grad_output), *_operands(terms), _rows(output), lse.contiguous(), *written.values(),
+        with_rows(grad_output), *_operands(terms), with_rows(output), lse.contiguous(), *written.values(),
         options.numbers(), options.border, options.scale,
     )  # fmt: skip
     return written

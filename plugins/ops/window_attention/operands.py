@@ -16,6 +16,12 @@ class Terms(NamedTuple):
     value: Tensor
     position_logits: Tensor | None
 
+    def grid(self) -> tuple[int, int]:
+        """Return (Hq, Wq), rows and columns of queries."""
+        leader = self.position_logits if self.query is None else self.query
+        assert leader is not None
+        return leader.shape[2], leader.shape[3]
+
 
 class Options(NamedTuple):
     """Geometry, rows before columns, border and scale: a tap's key is at query * stride - padding + tap * dilation."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..common.arguments import at_least_float32
 from ..common.softmax import masked_softmax
+from .operands import Terms
 
 
 class Windows:
@@ -79,9 +80,8 @@ def window_attention(
     scale: float,
 ) -> Tensor:
     """See :func:`attn_plugins.ops.window_attention`; this one takes maps, and gathers every query's keys."""
-    leader = position_logits if query is None else query
-    assert leader is not None
-    windows = Windows(leader.shape[2:4], value.shape[2:4], kernel_size, stride, padding, dilation, value.device)
+    grid = Terms(query, key, value, position_logits).grid()
+    windows = Windows(grid, value.shape[2:4], kernel_size, stride, padding, dilation, value.device)
     weights = window_attention_probabilities(query, key, position_logits, windows, border, scale)
     (values,) = at_least_float32(value)
     weights = weights.expand(*value.shape[:2], -1, -1, -1)

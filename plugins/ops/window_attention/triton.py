@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..common import triton_launch
 from ..common.backends import Backend, Gradients
+from ..common.strides import has_rows, strides, with_rows
 from ..common.triton_launch import launch, power_of_two
 from .operands import Options, Terms
 
@@ -25,8 +26,6 @@ def refuses(terms: Terms, options: Options) -> str | None:
     query, _, value, _ = terms
     if reason := triton_launch.refusal(value):
         return reason
-    if value.dtype == torch.float64:
-        return "its kernels take no float64"
     width = max(value.shape[4], 0 if query is None else query.shape[4])
     if width > WIDEST:
         return f"its kernels take heads of up to {WIDEST} channels, got {width}"
@@ -35,16 +34,10 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return None
 
 
-def _grid(terms: Terms) -> tuple[int, int]:
-    leader = terms.position_logits if terms.query is None else terms.query
-    assert leader is not None
-    return leader.shape[2], leader.shape[3]
-
-
 def _largest(terms: Terms, options: Options) -> int:
     """Return the largest number that kernels count to in 32 bits."""
-    (B, M, Hk, Wk, dv), (Hq, Wq) = terms.value.shape, _grid(terms)
-    (Ky, Kx), strides, pads, steps, *_ = options
+    (B, M, Hk, Wk, dv), (Hq, Wq) = terms.value.shape, terms.grid()
+    (Ky, Kx), jumps, pads, steps, *_ = options
     d = max(dv, 0 if terms.query is None else terms.query.shape[4])
     spans = [
         sum((n - 1) * stride for n, stride in zip(t.shape[2:], t.stride()[2:]))
@@ -53,14 +46,9 @@ def _largest(terms: Terms, options: Options) -> int:
     ]
     reach = [
         n + k + pad + grid * stride + taps * step
-        for n, k, pad, grid, stride, taps, step in zip((Hq, Wq), (Hk, Wk), pads, (Hq, Wq), strides, (Ky, Kx), steps)
+        for n, k, pad, grid, stride, taps, step in zip((Hq, Wq), (Hk, Wk), pads, (Hq, Wq), jumps, (Ky, Kx), steps)
     ]
     return max(*spans, *reach, M * Hq * Wq * max(d, Ky * Kx), M * Hk * Wk * d, B * M * max(Hq * Wq, Hk * Wk))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` with contiguous channels."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
 class _Call:
@@ -68,20 +56,20 @@ class _Call:
 
     def __init__(self, terms: Terms, options: Options, **others: Tensor | None):
         query, key, value, position = terms
-        (B, M, Hk, Wk, DV), (Hq, Wq) = value.shape, _grid(terms)
+        (B, M, Hk, Wk, DV), (Hq, Wq) = value.shape, terms.grid()
         if query is not None and not query.shape[4]:  # logits of 0
             query = key = None
         D = 0 if query is None else query.shape[4]
         tensors = dict(query=query, key=key, value=value, **others)
-        strided = {name: None if t is None else _rows(t) for name, t in tensors.items()}
-        self.unit = math.gcd(16, *(n for t in strided.values() for n in _strides(t)))
+        strided = {name: with_rows(t) for name, t in tensors.items()}
+        self.unit = math.gcd(16, *(n for t in strided.values() for n in strides(t)))
         numbers: dict[str, Any] = dict(scale=options.scale, M=M, Hq=Hq, Wq=Wq, Hk=Hk, Wk=Wk)
         names = ("taps_y", "taps_x", "stride_y", "stride_x", "pad_y", "pad_x", "step_y", "step_x")
         numbers |= zip(names, options.numbers())
         for name, tensor in strided.items():
-            numbers |= {f"{name}_{axis}": n // self.unit for axis, n in zip("bmhw", _strides(tensor))}
+            numbers |= {f"{name}_{axis}": n // self.unit for axis, n in zip("bmhw", strides(tensor))}
         position = None if position is None else position.contiguous()
-        numbers |= zip(("position_logits_b", "position_logits_m"), _strides(position))
+        numbers |= zip(("position_logits_b", "position_logits_m"), strides(position))
         self.arguments = strided | numbers | dict(position_logits=position)
         wide, wide_v = power_of_two(D, 4), power_of_two(DV, 4)
         self.block, self.images = min(_SIZE // max(wide, wide_v), 64), B * M
@@ -96,18 +84,11 @@ class _Call:
         launch(kernel, grid, self.arguments | tensors, **self.constants)
 
 
-def _strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of image, head, row and column; 0 along axes of size 1, and for None."""
-    if tensor is None:
-        return 0, 0, 0, 0
-    return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape[:4], tensor.stride()))
-
-
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     from . import triton_kernels as kernels
 
-    Hq, Wq = _grid(terms)
+    Hq, Wq = terms.grid()
     _Call(terms, options, output=output).launch(kernels.attend, Hq * Wq, lse=lse)
 
 
@@ -117,7 +98,7 @@ def backward(
     """Fill or return the gradients that are not None."""
     from . import triton_kernels as kernels
 
-    (B, M, Hk, Wk, _), (Hq, Wq) = terms.value.shape, _grid(terms)
+    (B, M, Hk, Wk, _), (Hq, Wq) = terms.value.shape, terms.grid()
     written: Gradients = {name: _target(grad) for name, grad in grads.items() if name != "position_logits"}
     query, key, value = (
         grad if grad is None or grad.numel() else None for grad in map(written.get, ("query", "key", "value"))
@@ -139,7 +120,7 @@ def backward(
 
 def _target(grad: Tensor | None) -> Tensor | None:
     """Return the gradient, or an uninitialised one with contiguous channels."""
-    return grad if grad is None or _rows(grad) is grad else grad.new_empty(grad.shape)
+    return grad if grad is None or has_rows(grad) else grad.new_empty(grad.shape)
 
 
 BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

@@ -12,8 +12,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, broadcasts, check_tensors, expand, finite
-from ..common.operator import Operator, counts_of_products
+from ..common.arguments import broadcasts, check_tensors, expand, finite
+from ..common.attention import check_query_and_key, counts_of_products, empty_results
+from ..common.operator import Operator
 from . import cpu, cuda, eager, reference, triton
 from .operands import Options, Terms
 
@@ -70,8 +71,16 @@ def window_attention(
     check_tensors("value", **terms._asdict())
     if value.dim() not in (4, 5):
         raise ValueError(f"value must have shape (B, M, T, dv) or (B, M, H, W, dv), got {tuple(value.shape)}")
+    if 0 in value.shape[2:-1]:
+        raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
     axes = value.dim() - 3
-    _check_axes(terms, axes)
+    spatial = "T" if axes == 1 else "H, W"
+    check_query_and_key(query, key, value, f"(B, M, {spatial}, d)")
+    if position_logits is not None and position_logits.dim() != value.dim():
+        raise ValueError(
+            f"position_logits must have shape (B, M, {spatial}, taps), as many axes as value, "
+            f"got {tuple(position_logits.shape)}"
+        )
     options = _options(axes, kernel_size, stride, padding, dilation, border, finite("scale", scale))
     _check(terms, options)
     if axes == 2:
@@ -99,33 +108,11 @@ def _options(
     return Options(lone + kernel, lone + strides, none + paddings, lone + dilations, border, scale)
 
 
-def _check_axes(terms: Terms, axes: int) -> None:
-    """Check the numbers of axes, before the options, which depend on them."""
-    spatial = "T" if axes == 1 else "H, W"
-    for name, tensor, last in (("query", terms.query, "d"), ("position_logits", terms.position_logits, "taps")):
-        if tensor is not None and tensor.dim() != axes + 3:
-            raise ValueError(
-                f"{name} must have shape (B, M, {spatial}, {last}), as many axes as value, got {tuple(tensor.shape)}"
-            )
-
-
 def _check(terms: Terms, options: Options) -> None:
-    query, key, value, position_logits = terms
+    query, _, value, position_logits = terms
     B, M = value.shape[:2]
-    if 0 in value.shape[2:-1]:
-        raise ValueError(f"value must have at least one key, got shape {tuple(value.shape)}")
-    if (query is None) != (key is None):
-        raise ValueError("query and key must be given together, or both be None for position logits alone")
     if query is None and position_logits is None:
         raise ValueError("query or position_logits must be given: without both there are no queries")
-    if query is not None and key is not None:
-        if query.shape[:2] != (B, M):
-            raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")
-        if key.shape != (*value.shape[:-1], query.shape[-1]):
-            raise ValueError(
-                f"key must have shape {(*value.shape[:-1], query.shape[-1])}, value's axes and query's width, "
-                f"got {tuple(key.shape)}"
-            )
     if position_logits is not None:
         taps = options.kernel_size[0] * options.kernel_size[1]
         grid = position_logits.shape[2:-1] if query is None else query.shape[2:-1]
@@ -139,17 +126,6 @@ def _check(terms: Terms, options: Options) -> None:
 
 
 # --- the operator -------------------------------------------------------------------------------------------------
-
-
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised output, stored as (B, Hq, Wq, M, dv) for the projection that follows, and log-sum-exp."""
-    query, _, value, position_logits = terms
-    leader = position_logits if query is None else query
-    assert leader is not None
-    B, M, dv = value.shape[0], value.shape[1], value.shape[4]
-    Hq, Wq = leader.shape[2:4]
-    lse = value.new_empty((B, M, Hq, Wq), dtype=arithmetic_dtype(value.dtype))
-    return value.new_empty((B, Hq, Wq, M, dv)).permute(0, 3, 1, 2, 4), lse
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
@@ -166,7 +142,7 @@ ATTEND = Operator(
     Options,
     ("output", "log_sum_exp"),
     keeps=("output", "log_sum_exp"),
-    fake=_results,
+    fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
     reference=lambda terms, options: reference.window_attention(*terms, *options),
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
