@@ -94,7 +94,7 @@ INPUTS: dict[str, Callable[[], Call]] = {
     "RelativeSelfAttention": padded(16),
     "ShowAttendTell": lambda: ((torch.randn(B, 4, 8), torch.randn(B, S, 6), mask(S)), {}),
     "SpaceTimeSelfAttention": lambda: ((torch.randn(B, 1 + 4 * 2 * 6, 16), (4, 2, 6), 1), {}),
-    "SpatialSelfAttention": lambda: ((torch.randn(B, 35, 16),), {"grid": (5, 7)}),
+    "SpatialSelfAttention": lambda: ((torch.randn(B, 2 + 35, 16),), {"grid": (5, 7), "prefix_tokens": 2}),
     "WindowSelfAttention": over(7, 8, 16),
 }
 
