@@ -1,7 +1,8 @@
-"""Attention-augmented convolution: the paper's algorithm, sizes and arithmetic."""
+"""Attention-augmented convolution: the paper's equations in plain loops, sizes and arithmetic."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from attn_plugins.modules import AAConv2d
 from attn_plugins.modules.maps.augmented_conv import widths
 from attn_plugins.terms.relative_table import resize_table
+from tests.modules.loops import encode, softmax
 
 
 def make(dk=24, dv=8, heads=4, channels=16, out=32, size=(5, 7), kernel_size=3, **options) -> AAConv2d:
@@ -20,96 +22,56 @@ def make(dk=24, dv=8, heads=4, channels=16, out=32, size=(5, 7), kernel_size=3, 
     return AAConv2d(channels, out, kernel_size, dk, dv, heads, **options)
 
 
-def numpy_of(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().double().numpy()
+# --- the paper's equations, one query, key and head at a time ---------------------------------------------------------
 
 
-# --- the algorithm of the paper's Figures 7 and 8, in NumPy, channels last ---------------------------------------
-
-
-def relative_to_absolute(x):
-    """Turn (B, M, L, 2L - 1) over offsets into (B, M, L, L) over keys by padding, flattening and slicing."""
-    B, M, L, _ = x.shape
-    x = np.concatenate((x, np.zeros((B, M, L, 1))), 3).reshape(B, M, 2 * L * L)
-    x = np.concatenate((x, np.zeros((B, M, L - 1))), 2)
-    return x.reshape(B, M, L + 1, 2 * L - 1)[:, :, :L, L - 1 :]
-
-
-def one_axis(q, table, transpose):
-    """Compute logits along the axis after the first map axis of q (B, M, H, W, d), tiled over the other axis."""
-    B, M, H, W, _ = q.shape
-    logits = np.einsum("bhxyd,md->bhxym", q, table).reshape(B, M * H, W, 2 * W - 1)
-    logits = relative_to_absolute(logits).reshape(B, M, H, W, W)
-    logits = np.tile(logits[:, :, :, None], (1, 1, 1, H, 1, 1))
-    return logits.transpose(transpose).reshape(B, M, H * W, H * W)
-
-
-def paper_attention(x, layer):
-    """Compute self_attention_2d of Figure 8 with the layer's weights: x (B, H, W, F) -> (B, H, W, d_v)."""
-    B, H, W, _ = x.shape
-    M, dk, dv = layer.num_heads, layer.dk, layer.dv
-    projected = x @ numpy_of(layer.qkv.weight)[:, :, 0, 0].T
-    q, k, v = np.split(projected, (dk, 2 * dk), axis=3)
-
-    def heads(t):
-        return t.reshape(B, H, W, M, -1).transpose(0, 3, 1, 2, 4)
-
-    q, k, v = heads(q * (dk // M) ** -0.5), heads(k), heads(v)
-    flat = [t.reshape(B, M, H * W, -1) for t in (q, k, v)]
-    logits = flat[0] @ flat[1].transpose(0, 1, 3, 2)
-    if layer.position == "relative":
-        logits = logits + one_axis(q, numpy_of(layer.width_rel), (0, 1, 2, 4, 3, 5))
-        logits = logits + one_axis(q.transpose(0, 1, 3, 2, 4), numpy_of(layer.height_rel), (0, 1, 4, 2, 5, 3))
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    weights = weights / weights.sum(-1, keepdims=True)
-    out = (weights @ flat[2]).reshape(B, M, H, W, -1).transpose(0, 2, 3, 1, 4).reshape(B, H, W, dv)
-    return out @ numpy_of(layer.proj.weight)[:, :, 0, 0].T, weights
+@torch.no_grad()
+def by_loops(layer: AAConv2d, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute Eq. 2 to 4 for a map (C, H, W): attended features (d_v, H, W) and weights (M, H, W, H, W)."""
+    _, H, W = x.shape
+    M, dk, dv = layer.num_heads, layer.dk // layer.num_heads, layer.dv // layer.num_heads
+    projected = np.einsum("oc,chw->ohw", layer.qkv.weight.flatten(1).numpy(), x.numpy())
+    q, k, v = np.split(projected, (layer.dk, 2 * layer.dk))
+    attended, weights = np.zeros((layer.dv, H, W)), np.zeros((M, H, W, H, W))
+    pixels = list(itertools.product(range(H), range(W)))
+    for m, (y, z) in itertools.product(range(M), pixels):
+        query, logits = q[m * dk : (m + 1) * dk, y, z], []
+        for r, c in pixels:
+            key = k[m * dk : (m + 1) * dk, r, c]
+            if layer.position == "relative":
+                key = key + layer.height_rel[r - y + H - 1].numpy() + layer.width_rel[c - z + W - 1].numpy()
+            logits.append(query @ key / math.sqrt(dk))
+        weights[m, y, z] = softmax(logits).reshape(H, W)
+        heads = slice(m * dv, (m + 1) * dv)
+        attended[heads, y, z] = sum(weights[m, y, z, r, c] * v[heads, r, c] for r, c in pixels)
+    output = np.einsum("oc,chw->ohw", layer.proj.weight.flatten(1).numpy(), attended)
+    return torch.from_numpy(output), torch.from_numpy(weights)
 
 
 @pytest.mark.parametrize(
     ("position", "size"),
     [("relative", (5, 7)), ("relative", (1, 4)), ("relative", (3, 1)), ("none", (5, 7)), ("none", (1, 1))],
 )
-def test_it_is_the_papers_algorithm(size, position):
-    layer = make(size=size, position=position)
-    x = torch.randn(2, 16, *size, dtype=torch.float64)
-    attended, weights = paper_attention(numpy_of(x.permute(0, 2, 3, 1)), layer)
-    expected = torch.cat((layer.conv(x), torch.from_numpy(attended).permute(0, 3, 1, 2)), 1)
-    torch.testing.assert_close(layer(x), expected)
-    torch.testing.assert_close(layer.attention_maps(x).flatten(4).flatten(2, 3), torch.from_numpy(weights))
+def test_equals_the_formula(size, position):
+    layer, x = make(size=size, position=position), torch.randn(2, 16, *size, dtype=torch.float64)
+    attended, weights = map(torch.stack, zip(*(by_loops(layer, image) for image in x)))
+    torch.testing.assert_close(layer(x), torch.cat((layer.conv(x), attended), 1))
+    torch.testing.assert_close(layer.attention_maps(x), weights)
 
 
 @pytest.mark.parametrize("size", [(3, 4), (1, 3), (4, 1), (1, 1)])
-def test_three_coordinates_enter(size):
-    """Section 4.5 uses (x, y, r): both axes from -1 to 1, and the distance from the centre; a single one is at 0."""
-    H, W = size
-    x = torch.randn(2, 16, H, W, dtype=torch.float64)
-    coordinates = torch.zeros(2, 3, H, W, dtype=torch.float64)
-    for i in range(H):
-        for j in range(W):
-            across = 2 * j / (W - 1) - 1 if W > 1 else 0.0
-            down = 2 * i / (H - 1) - 1 if H > 1 else 0.0
-            coordinates[:, :, i, j] = torch.tensor([across, down, math.sqrt(across**2 + down**2)])
-    layer = make(position="coordconv", size=size)
-    assert layer.qkv.in_channels == 16 + 3
-    attended, _ = paper_attention(numpy_of(torch.cat((x, coordinates), 1).permute(0, 2, 3, 1)), layer)
-    torch.testing.assert_close(layer(x)[:, 24:], torch.from_numpy(attended).permute(0, 3, 1, 2), rtol=1e-6, atol=1e-6)
-
-
-def test_sines_are_added():
-    x = torch.randn(1, 16, 3, 4, dtype=torch.float64)
-    layer = make(position="sine")
-    encoded = x.clone()
-    for i in range(3):
-        for j in range(4):
-            for n in range(4):
-                for c, position in ((0, i), (8, j)):
-                    angle = position / 10000 ** (2 * n / 8)
-                    encoded[0, c + n, i, j] += math.sin(angle)
-                    encoded[0, c + 4 + n, i, j] += math.cos(angle)
-    attended, _ = paper_attention(numpy_of(encoded.permute(0, 2, 3, 1)), layer)
-    expected = torch.from_numpy(attended).permute(0, 3, 1, 2)
-    torch.testing.assert_close(layer(x)[:, 24:], expected, rtol=1e-6, atol=1e-6)  # sines are in float32
+@pytest.mark.parametrize("position", ["coordconv", "sine"])
+def test_positions_enter_with_the_input(size, position):
+    """Section 4.5 uses (x, y, r), both axes from -1 to 1 and the distance from the centre, or sines as are added."""
+    (H, W), x = size, torch.randn(16, *size, dtype=torch.float64)
+    coordinates, sines = torch.zeros(3, H, W, dtype=torch.float64), torch.zeros_like(x)
+    for i, j in itertools.product(range(H), range(W)):
+        across, down = (2 * place / (n - 1) - 1 if n > 1 else 0.0 for place, n in ((j, W), (i, H)))
+        coordinates[:, i, j] = torch.tensor([across, down, math.hypot(across, down)])
+        sines[:, i, j] = torch.from_numpy(np.concatenate((encode(i, 8), encode(j, 8))))
+    layer = make(position=position, size=size)
+    attended, _ = by_loops(layer, torch.cat((x, coordinates)) if position == "coordconv" else x + sines)
+    torch.testing.assert_close(layer(x[None])[0, 24:], attended, rtol=1e-6, atol=1e-6)  # positions are in float32
 
 
 # --- strides, pooling, sizes --------------------------------------------------------------------------------------
