@@ -178,6 +178,10 @@ EXTENSIONS: dict[str, tuple[str, str | None]] = {
     "mmcv._ext": ("attn_plugins.mmcv_ext", "torchvision"),
     "MultiScaleDeformableAttention": ("attn_plugins.extensions.ms_deform_attn", None),
     "groundingdino._C": ("attn_plugins.extensions.ms_deform_attn", None),
+    "grounding_dino.groundingdino._C": ("attn_plugins.extensions.ms_deform_attn", None),
+    "detrex._C": ("attn_plugins.extensions.detrex", None),
+    "DCNv3": ("attn_plugins.extensions.dcnv3", None),
+    "DCNv4.ext": ("attn_plugins.extensions.dcnv4", None),
 }
 
 
@@ -196,7 +200,15 @@ class _ExtensionFinder(MetaPathFinder, Loader):
         stand_in = importlib.import_module(EXTENSIONS[module.__name__][0])
         names = [*stand_in.__all__, *({"__getattr__"} & vars(stand_in).keys())]
         module.__dict__.update({name: getattr(stand_in, name) for name in names})
+        if module.__name__ == "DCNv3":
+            after_import("pkg_resources", _show_dcnv3)
         logger.info("%s is not compiled: attn_plugins stands in", module.__name__)
+
+
+def _show_dcnv3(pkg_resources: ModuleType) -> None:
+    """Show DCNv3's version to InternImage, which derives the arguments from it: 1.1 has ``remove_center``."""
+    shown: Any = pkg_resources
+    shown.working_set.add(shown.Distribution(project_name="DCNv3", version="1.1"))
 
 
 def stand_in_for_extensions() -> None:

@@ -184,8 +184,8 @@ def _hooks(report: Report) -> None:
 def _extensions(report: Report) -> None:
     """Report what serves as the extensions that research code compiles; that of mmcv stands with mmcv."""
     for name, (stand_in, _) in EXTENSIONS.items():
-        package = name.rpartition(".")[0]
-        if package == "mmcv" or (package and find_spec(package) is None):
+        package, _, nested = name.partition(".")
+        if package == "mmcv" or (nested and find_spec(package) is None):
             continue
         try:
             spec = find_spec(name)

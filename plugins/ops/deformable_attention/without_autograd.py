@@ -23,7 +23,7 @@ def without_autograd(like: Tensor) -> Iterator[None]:
 
 
 def gradients(
-    grad_output: Tensor, value: Tensor, spatial_shapes: Tensor, sampling_locations: Tensor, attention_weights: Tensor
+    grad_output: Tensor, value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor
 ) -> list[Tensor]:
     """Return the gradients of value, locations and weights, with the arguments of ``deformable_attention``."""
     B, Q, M, L, K = attention_weights.shape
