@@ -1,4 +1,4 @@
-"""Deformable convolutions: the convolution they start as, their operator, and the causal one in plain loops."""
+"""Deformable convolutions: their operator, and the causal one in plain loops."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ from torch import Tensor, nn
 from attn_plugins.modules import CausalDeformableConv1d, DeformableConv1d, DeformableConv2d
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 
-LAYERS = {
-    "2d": (DeformableConv2d, (2, 6, 5, 8), F.conv2d),
-    "1d": (DeformableConv1d, (2, 6, 9), F.conv1d),
-    "causal": (CausalDeformableConv1d, (2, 6, 9), F.conv1d),
-}
-every_layer = pytest.mark.parametrize("layer", LAYERS)
 OPTIONS: list[dict[str, Any]] = [
     dict(kernel_size=3, padding=1),
     dict(kernel_size=3, stride=2, padding=2, dilation=2),
@@ -51,43 +45,27 @@ def causal(options: dict[str, Any]) -> CausalDeformableConv1d:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@every_layer
-def test_starts_as_the_convolution_it_replaces(layer, options):
-    cls, shape, convolve = LAYERS[layer]
-    if layer == "causal":
-        options = {name: value for name, value in options.items() if name not in ("stride", "padding")}
-    arguments = {k: v for k, v in options.items() if k in ("stride", "padding", "dilation", "groups")}
-    module = cls(6, 4, **options)
-    x = given = torch.randn(shape)
-    if layer == "causal":
-        x = F.pad(given, (module.reach, 0))
-    plain = convolve(x, module.weight, module.bias, **arguments)
-    torch.testing.assert_close(module(given), plain, rtol=1e-5, atol=1e-5)
-    # masks of v2 start at 1/2: half of the convolution, before the bias
-    modulated = cls(6, 4, modulated=True, **{**options, "bias": False})
-    plain = convolve(x, modulated.weight, None, **arguments)
-    torch.testing.assert_close(modulated(given), plain / 2, rtol=1e-5, atol=1e-5)
-    modulated(given).square().sum().backward()
-    assert all(p.grad is not None and p.grad.any() for p in modulated.parameters())
-    if layer == "causal":
-        assert modulated.conv_offset.weight.grad.flatten(1).any(1).all()  # for every tap, including the query's own
-
-
 @pytest.mark.parametrize("modulated", [True, False])
-@pytest.mark.parametrize("layer", ["2d", "1d"])
-def test_is_its_operator_on_what_it_predicts(layer, modulated):
-    cls, shape, _ = LAYERS[layer]
-    module = trained(cls(6, 4, 3, padding=1, offset_groups=3, modulated=modulated))
-    assert set(module.state_dict()) == {"weight", "bias", "conv_offset.weight", "conv_offset.bias"}
-    x = torch.randn(shape)
-    predicted = module.conv_offset(x)
-    components = 2 if layer == "2d" else 1
-    taps = 3 * 3**components
-    offset, mask = predicted[:, : components * taps], predicted[:, components * taps :]
-    operator = deform_conv2d if layer == "2d" else deform_conv1d
-    expected = operator(x, offset, module.weight, module.bias, 1, 1, 1, mask.sigmoid() if modulated else None)
+@pytest.mark.parametrize("axes", [1, 2])
+def test_is_its_operator_on_what_it_predicts(axes, modulated, options):
+    cls, operator = {1: (DeformableConv1d, deform_conv1d), 2: (DeformableConv2d, deform_conv2d)}[axes]
+    module, x = trained(cls(6, 4, **options, modulated=modulated)), torch.randn(2, 6, *(5, 8)[:axes])
+    names = {"weight", "bias", "conv_offset.weight", "conv_offset.bias"}
+    assert set(module.state_dict()) == (names if module.bias is not None else names - {"bias"})
+    predicted, taps = module.conv_offset(x), module.offset_groups * options["kernel_size"] ** axes
+    offset, mask = predicted[:, : axes * taps], predicted[:, axes * taps :].sigmoid() if modulated else None
+    geometry = [options.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
     assert predicted.abs().max() > 0.5
-    torch.testing.assert_close(module(x), expected)
+    torch.testing.assert_close(module(x), operator(x, offset, module.weight, module.bias, *geometry, mask))
+
+
+@pytest.mark.parametrize("options", CAUSAL, ids=str)
+def test_the_causal_start_learns_the_offset_of_every_tap(options):
+    """Also of the query's own, where samples are clamped."""
+    module = CausalDeformableConv1d(6, 4, **options)
+    module(torch.randn(2, 6, 9)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in module.parameters())
+    assert module.conv_offset.weight.grad.flatten(1).any(1).all()
 
 
 def by_loops(module: CausalDeformableConv1d, x: Tensor) -> Tensor:
