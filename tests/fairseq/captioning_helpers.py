@@ -55,6 +55,15 @@ def change(path: Path, edit: Any) -> None:
     write_json(path, content)
 
 
+def spoil_features(folder: Path, *image_ids: int) -> None:
+    """Set a feature of each of these images to NaN."""
+    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
+    places = dict(zip(arrays["image_ids"].tolist(), arrays["offsets"].tolist()))
+    for image_id in image_ids:
+        arrays["features"][places[image_id], 2] = np.nan
+    np.savez(folder / "regions.npz", **arrays)
+
+
 def task_of(folder: Path, **options: Any) -> Any:
     """Return the task with a dictionary of all words."""
     from attn_plugins.fairseq.captioning import CaptioningConfig, CaptioningTask

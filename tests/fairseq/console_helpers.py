@@ -65,3 +65,19 @@ def distributed(folder: Path, processes: int) -> list[str]:
         "--distributed-backend=gloo",
         "--ddp-backend=legacy_ddp",
     ]
+
+
+def in_two_processes(folder: Path, *options: Any) -> str:
+    """Run fairseq-train as two ranks, which meet in ``folder``; return both logs.
+
+    fairseq spawns no workers on the CPU, so each process gets its rank.
+    """
+    command = [script("train"), *options, *distributed(folder, 2), "--distributed-no-spawn"]
+    ranks = []
+    for rank in range(2):
+        words = list(map(str, [*command, f"--distributed-rank={rank}"]))
+        streams: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        ranks.append(subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, **streams))
+    logs = [process.communicate(timeout=1800)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], logs
+    return "".join(logs)

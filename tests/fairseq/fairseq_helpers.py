@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[2]
+SMALL = {"embed_dim": 32, "ffn_embed_dim": 16}
 WORDS = "the a cat dog bird sees likes finds red blue small big house tree book on in under".split()
 
 
@@ -98,6 +101,49 @@ def batch(model: Any, lengths: tuple[int, ...] = (6, 4, 2), T: int = 5) -> dict[
         row[: max(lengths) - length] = model.encoder.dictionary.pad()
     previous = torch.randint(4, words, (len(lengths), T))
     return dict(src_tokens=tokens, src_lengths=torch.tensor(lengths), prev_output_tokens=previous)
+
+
+def sentence(sample: dict[str, torch.Tensor], b: int) -> dict[str, torch.Tensor]:
+    """Return one sentence of a random batch without its padding."""
+    alone = {name: x[b : b + 1] for name, x in sample.items()}
+    return {**alone, "src_tokens": alone["src_tokens"][:, -int(alone["src_lengths"]) :]}
+
+
+def padded_right(sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the batch with its sources padded on the right."""
+    lengths = sample["src_lengths"].tolist()
+    return {**sample, "src_tokens": torch.stack([row.roll(n) for row, n in zip(sample["src_tokens"], lengths)])}
+
+
+def without_gradient(model: Any) -> list[str]:
+    """Return the names of the parameters that have no gradient, or one of zeros."""
+    return [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+
+
+def check_training(model: Any, sample: dict[str, torch.Tensor], lr: float, steps: int = 10) -> None:
+    """Check that every parameter gets a gradient, and that a few steps lower the loss of random targets."""
+    target = torch.randint(4, len(model.decoder.dictionary), sample["prev_output_tokens"].shape)
+    optimizer = torch.optim.Adam(model.parameters(), lr)
+    losses = []
+    for step in range(steps):
+        loss = F.cross_entropy(model(**sample)[0].flatten(0, 1), target.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        assert step or without_gradient(model) == []
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+
+
+def build_transformer(**options: Any) -> Any:
+    """Build a ``spatial_transformer`` of two layers of 32 channels a side."""
+    from attn_plugins.fairseq.spatial_transformer import SpatialTransformerModel, spatial_transformer_tiny
+
+    torch.manual_seed(0)
+    sizes = {f"{side}_{n}": size for side in ("encoder", "decoder") for n, size in SMALL.items()}
+    args = argparse.Namespace(**{**sizes, **options})
+    spatial_transformer_tiny(args)
+    return SpatialTransformerModel.build_model(args, Task())
 
 
 def step_by_step(model: Any, sample: dict[str, torch.Tensor], reorders: dict[int, torch.Tensor]) -> list[Any]:

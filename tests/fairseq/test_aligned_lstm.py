@@ -1,4 +1,4 @@
-"""``aligned_lstm``: fairseq's console scripts on it, and every score against the definition of its parts."""
+"""``aligned_lstm``: both recurrences with every score, against the definition and fairseq's own LSTM."""
 
 from __future__ import annotations
 
@@ -15,32 +15,11 @@ from fairseq.models.lstm import LSTMModel
 from fairseq.sequence_generator import SequenceGenerator
 
 from attn_plugins.fairseq.aligned_lstm import AlignedLSTMModel, aligned_lstm_tiny
-from tests.fairseq.fairseq_helpers import Task, batch, generate, step_by_step, train
+from tests.fairseq.fairseq_helpers import Task, batch, check_training, padded_right, sentence, step_by_step
 
 SCORES = ["cosine", "additive", "general", "dot", "scaled-dot"]
 RECURRENCES = ["luong", "bahdanau"]
 SMALL = dict(encoder_embed_dim=12, decoder_embed_dim=12, decoder_out_embed_dim=12, encoder_hidden_size=8)
-
-
-@pytest.mark.slow
-def test_console_scripts_print_alignments(data, tmp_path):
-    """They equal those of each sentence alone, computed in Python; a hard one has the most probable words."""
-    options = ["--alignment=additive", "--alignment-hidden-size=24", "--recurrence=bahdanau"]
-    checkpoint = train(data, tmp_path, "--arch=aligned_lstm_tiny", *options)
-    hub = AlignedLSTMModel.from_pretrained(str(tmp_path), checkpoint.name, str(data), print_alignment="soft")
-    for kind in ("soft", "hard"):
-        lines = generate(data, checkpoint, f"--print-alignment={kind}")
-        assert len(lines["A"]) == 8
-        for number, line in lines["A"].items():
-            source = hub.src_dict.encode_line(lines["S"][number], add_if_not_exist=False).long()
-            target = hub.tgt_dict.encode_line(lines["H"][number], add_if_not_exist=False).long()
-            previous = torch.cat([target[-1:], target[:-1]])
-            matrix = hub.models[0](source[None], torch.tensor([len(source)]), previous[None])[1][0]
-            if kind == "hard":  # fairseq omits both ends
-                assert line.split() == [f"{i}-{t}" for t, i in enumerate(matrix[:-1, :-1].argmax(1).tolist())]
-            else:
-                printed = torch.tensor([[float(p) for p in row.split(",")] for row in line.split()])
-                torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
 
 
 def test_checkpoints_load_after_a_context_that_allows_their_options(tmp_path):
@@ -84,21 +63,7 @@ def test_two_threads_keep_their_own_sources(recurrence):
 @pytest.mark.parametrize("alignment", SCORES)
 def test_every_score_trains(alignment, recurrence):
     model = build(alignment, recurrence=recurrence, encoder_layers=2, decoder_layers=2)
-    sample = batch(model)
-    target = torch.randint(4, len(model.decoder.dictionary), sample["prev_output_tokens"].shape)
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    losses = []
-    for step in range(10):
-        output, alignment_matrix = model(**sample)
-        assert alignment_matrix is None  # fairseq returns it only in evaluation mode
-        losses.append(torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()))
-        optimizer.zero_grad()
-        losses[-1].backward()
-        if step == 0:
-            without = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-            assert without == []
-        optimizer.step()
-    assert losses[-1] < losses[0] - 0.3
+    check_training(model, batch(model), lr=0.02)
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES)
@@ -108,18 +73,12 @@ def test_alignment_belongs_to_the_tokens_given(alignment, recurrence):
     model = build(alignment, recurrence=recurrence).eval()
     sample = batch(model)
     output, matrix = model(**sample)
-    lengths = sample["src_lengths"].tolist()
     assert matrix.shape == (3, 5, 6)
     torch.testing.assert_close(matrix.sum(2), torch.ones(3, 5))
-    right = sample["src_tokens"].clone()
-    for b, length in enumerate(lengths):
-        right[b] = right[b].roll(length - 6)
-    right_output, right_matrix = model(**{**sample, "src_tokens": right})
+    right_output, right_matrix = model(**padded_right(sample))
     torch.testing.assert_close(right_output, output)
-    for b, length in enumerate(lengths):
-        alone = {name: x[b : b + 1] for name, x in sample.items()}
-        alone["src_tokens"] = alone["src_tokens"][:, 6 - length :]
-        alone_output, alone_matrix = model(**alone)
+    for b, length in enumerate(sample["src_lengths"].tolist()):
+        alone_output, alone_matrix = model(**sentence(sample, b))
         torch.testing.assert_close(alone_output[0], output[b])
         torch.testing.assert_close(alone_matrix[0], matrix[b, :, 6 - length :])
         torch.testing.assert_close(alone_matrix[0], right_matrix[b, :, :length])
@@ -144,37 +103,19 @@ def test_step_by_step_equals_the_full_pass_after_reorders(alignment, recurrence)
         generator = SequenceGenerator([model], model.decoder.dictionary, beam_size=3, max_len_b=6, min_len=4)
         hypotheses = generator.generate([model], {"net_input": sample})
         assert len(calls) == 1
-        for beams, tokens, length in zip(hypotheses, sample["src_tokens"], (6, 4, 2)):
+        for b, beams in enumerate(hypotheses):
+            alone = sentence(sample, b)
             for hypothesis in beams:
-                previous = torch.cat([torch.tensor([model.decoder.dictionary.eos()]), hypothesis["tokens"][:-1]])
-                alone = model(tokens[None, 6 - length :], torch.tensor([length]), previous[None])[1][0]
-                torch.testing.assert_close(hypothesis["attention"].t()[:, 6 - length :], alone)
-
-
-def lstm_step(cell, x, hidden, memory):
-    """Compute one LSTM step, gate by gate."""
-    gates = cell.weight_ih @ x + cell.bias_ih + cell.weight_hh @ hidden + cell.bias_hh
-    i, f, g, o = gates.chunk(4)
-    memory = f.sigmoid() * memory + i.sigmoid() * g.tanh()
-    return o.sigmoid() * memory.tanh(), memory
-
-
-def score_by_formula(attention, s, h):
-    """Compute one pair's score by one of the lecture's five formulas."""
-    score = attention.score
-    if attention.score_name == "additive":
-        return score.vector @ torch.tanh(score.query(s) + score.source(h))
-    if attention.score_name == "general":
-        return s @ score.weight @ h
-    divisor = {"dot": 1, "scaled-dot": len(s) ** 0.5}.get(attention.score_name)
-    return s @ h / (s.norm() * h.norm() if divisor is None else divisor)
+                words = [torch.tensor([model.decoder.dictionary.eos()]), hypothesis["tokens"][:-1]]
+                matrix = model(**{**alone, "prev_output_tokens": torch.cat(words)[None]})[1][0]
+                torch.testing.assert_close(hypothesis["attention"].t()[:, -matrix.shape[1] :], matrix)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("alignment", SCORES)
 def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
-    """s_t = f(s_{t-1}, y_{t-1}, c_t), with α from the scores of s_{t-1}: loops over sentences and steps."""
+    """s_t = f(s_{t-1}, y_{t-1}, c_t), with α of s_{t-1}: loops over sentences and steps, by PyTorch's cell."""
     model = build(alignment, recurrence="bahdanau", encoder_layers=layers, decoder_layers=layers).eval()
     for parameter in model.parameters():
         parameter.mul_(3)
@@ -186,17 +127,15 @@ def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
         s, memory = list(hiddens[:, b]), list(cells[:, b])
         for t, token in enumerate(sample["prev_output_tokens"][b]):
             y = decoder.embed_tokens.weight[token]
-            weights = torch.stack([score_by_formula(decoder.attention.attention, s[-1], h) for h in states]).exp()
-            weights = weights / weights.sum()
-            context = sum(weight * h for weight, h in zip(weights, states))
+            [context], weights = (x[0] for x in decoder.attention.attention(s[-1][None, None], states[None]))
             x = torch.cat([y, context])
             for layer, cell in enumerate(decoder.layers):
-                s[layer], memory[layer] = lstm_step(cell, x, s[layer], memory[layer])
+                s[layer], memory[layer] = cell(x, (s[layer], memory[layer]))
                 x = s[layer]
             word = torch.tanh(decoder.output.weight @ torch.cat([context, s[-1], y]))
             expected = decoder.fc_out(decoder.additional_fc(word))
             torch.testing.assert_close(outputs[b, t], expected)
-            torch.testing.assert_close(matrix[b, t, 6 - length :], weights)
+            torch.testing.assert_close(matrix[b, t, 6 - length :], weights[0])
 
 
 def test_general_is_fairseqs_own_lstm():

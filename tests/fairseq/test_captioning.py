@@ -176,19 +176,13 @@ def test_batches_are_bounded_by_tokens_and_redrawn(folder):
 @pytest.mark.parametrize("suffix", [".tsv", ".hdf5"])
 def test_regions_in_other_formats(folder, suffix):
     regions = RegionFeatures(folder / "regions.npz")
-    images = [(image_id, regions.regions(image_id)) for image_id in regions.image_ids]
     expected = batches_of(task_of(folder), "valid")
+    write(folder / f"regions{suffix}", [(image_id, regions.regions(image_id)) for image_id in regions.image_ids])
     (folder / "regions.npz").unlink()
-    write(folder / f"regions{suffix}", images)
     task = task_of(folder)
     for workers in (0, 2):  # open the file in this process before the workers do
         for one, other in zip(batches_of(task, "valid", num_workers=workers), expected):
             torch.testing.assert_close(one["net_input"]["regions"].float(), other["net_input"]["regions"].float())
-    whole = (folder / f"regions{suffix}").read_bytes()
-    (folder / f"regions{suffix}").unlink()  # open
-    (folder / f"regions{suffix}").write_bytes(whole[:-9])
-    with pytest.raises(ValueError, match=rf"regions\{suffix}.* truncated"):
-        task_of(folder).load_dataset("valid")
 
 
 def test_captions_of_several_files_and_of_the_splits_file(folder):

@@ -10,10 +10,9 @@ import pytest
 
 pytest.importorskip("fairseq")
 
-from attn_plugins.captioning.region_features import RegionFeatures
-from tests.captioning.test_region_features import write
-from tests.fairseq.bad_sample_helpers import BAD_SAMPLES, spoil_features
-from tests.fairseq.captioning_helpers import batches_of, change, task_of, write_images, write_json
+from attn_plugins.captioning.caption_files import Problems
+from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
+from tests.fairseq.captioning_helpers import batches_of, change, spoil_features, task_of, write_images, write_json
 
 
 @pytest.fixture
@@ -21,10 +20,40 @@ def folder(tmp_path) -> Path:
     return write_images(tmp_path / "data")
 
 
-@pytest.mark.parametrize("spoil", BAD_SAMPLES, ids=lambda f: f.__name__.strip("_"))
-def test_a_bad_sample_is_an_error_or_skipped(folder, spoil, caplog):
-    spoil(folder)
-    message, left = BAD_SAMPLES[spoil]
+BAD_SAMPLES = [  # of image 102, with the number of samples that are left
+    ("captions", lambda c: c["annotations"][4].update(image_id=7),
+     r"captions\.json: caption 4 belongs to image 7, which is not in its list of images", 31),
+    ("captions", lambda c: c["annotations"][5].update(caption=" .. "),
+     r"captions\.json: caption 5 of image 102 is empty, got ' \.\. '", 31),
+    ("splits", lambda c: c["images"].append({"cocoid": 555, "split": "train"}),
+     r"splits\.json: image 555 is not in .*captions\.json", 32),
+    ("splits", lambda c: c["images"].append({"cocoid": 102, "split": "test"}),
+     r"splits\.json: image 102 appears twice, in train and in test", 32),
+    ("attributes", lambda c: c["102"].append(["zebra", 0.5]),
+     r"attributes\.json: attribute 'zebra' of image 102 is not in the dictionary", 32),
+    ("attributes", lambda c: c.update({"102": []}), r"attributes\.json: image 102 has no attributes", 30),
+    ("attributes", lambda c: c.pop("102"), r"attributes\.json has no image 102", 30),
+    ("regions", None, r"regions\.npz has no image 102", 30),
+    ("regions", slice(0), r"regions\.npz: image 102 has no regions", 30),
+]  # fmt: skip
+
+
+def rewrite_regions(folder: Path, rows: slice | None) -> None:
+    """Keep these rows of image 102, or for None leave it out."""
+    regions = RegionFeatures(folder / "regions.npz")
+    images = {i: regions.regions(i) for i in regions.image_ids}
+    own = images.pop(102)
+    if rows is not None:
+        images[102] = {name: array[rows] for name, array in own.items()}
+    write_region_features(folder / "regions.npz", images.items())
+
+
+@pytest.mark.parametrize(("file", "edit", "message", "left"), BAD_SAMPLES)
+def test_a_bad_sample_is_an_error_or_skipped(folder, file, edit, message, left, caplog):
+    if file == "regions":
+        rewrite_regions(folder, edit)
+    else:
+        change(folder / f"{file}.json", edit)
     with pytest.raises(ValueError, match=message + r" \(--skip-invalid-samples skips such samples\)"):
         task_of(folder).load_dataset("train")
     with caplog.at_level(logging.WARNING, "attn_plugins"):
@@ -49,22 +78,11 @@ def test_regions_that_cannot_be_read_are_found_in_the_run(folder, workers, caplo
     assert all(102 not in batch["image_ids"] for batch in batches)
     assert task.dataset("train").skipped == 1
     if not workers:
-        assert ["image 102" in record.message for record in caplog.records] == [True]
-
-
-def test_base64_that_is_broken_is_one_image_less(folder):
-    """The index of a .tsv file only looks at the ends of a row."""
-    regions = RegionFeatures(folder / "regions.npz")
-    path = write(folder / "regions.tsv", [(image_id, regions.regions(image_id)) for image_id in regions.image_ids])
-    (folder / "regions.npz").unlink()
-    rows = path.read_text().splitlines()
-    rows[2] = rows[2][:-8] + "!" + rows[2][-7:]
-    path.write_text("\n".join(rows))
-    with pytest.raises(ValueError, match=r"regions\.tsv: image 102 cannot be read"):
-        batches_of(task_of(folder), "train")
-    task = task_of(folder, skip_invalid_samples=True)
-    assert sum(batch["nsentences"] for batch in batches_of(task, "train")) == 30
-    assert task.dataset("train").skipped == 1
+        for _ in range(2):
+            task.begin_epoch(1, None)
+        first, second = (record.message for record in caplog.records)
+        assert "image 102" in first
+        assert second == "train: 1 images skipped so far because their regions cannot be read"
 
 
 def test_a_batch_of_bad_samples(folder):
@@ -186,19 +204,14 @@ def test_a_number_and_its_text_are_one_id(folder):
     assert all(isinstance(image_id, int) for part in captions.values() for image_id in part)
 
 
-def test_a_set_that_is_bad_throughout_does_not_fill_the_log(tmp_path, caplog):
-    folder = write_images(tmp_path / "data", number=180)
-    words = task_of(folder).dictionary
-    change(folder / "attributes.json", lambda c: [own.append(["zebra", 0.1]) for own in c.values()])
+def test_a_set_that_is_bad_throughout_does_not_fill_the_log(caplog):
+    problems = Problems(skip=True)
     with caplog.at_level(logging.WARNING, "attn_plugins"):
-        task = task_of(folder, skip_invalid_samples=True)
-        task.load_dataset("train")
-    assert task.problems.number == 120  # images
+        for _ in range(120):
+            problems("an image")
+    assert problems.number == 120
     lines = [record.message for record in caplog.records]
-    assert len(lines) == 102
-    assert lines[-2:] == ["skipped: 100 so far; more are only counted", "120 bad samples skipped so far, in all files"]
-    assert len(task.dataset("train")) == 240
-    assert len(words) == len(task.dictionary)
+    assert lines == ["skipped: an image"] * 100 + ["skipped: 100 so far; more are only counted"]
 
 
 def test_a_dictionary_of_other_captions(folder, caplog):

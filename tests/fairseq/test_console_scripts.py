@@ -1,9 +1,8 @@
-"""``spatial_transformer`` with fairseq's console scripts, each in its own process as a user starts it."""
+"""fairseq's console scripts on our models, each in its own process as a user starts it."""
 
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.console_helpers import distributed, in_one_process, parameters
-from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, script
+from tests.fairseq.console_helpers import distributed, in_one_process, in_two_processes, parameters
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, generate, script, train
 
 pytest.importorskip("fairseq")
 
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.data import Dictionary
 
+import attn_plugins.fairseq  # noqa: F401 - registers the models
 from tools.average_checkpoints import main as average_checkpoints
 
 MIXED = ["--arch=spatial_transformer_tiny", "--encoder-attention=0110", "--decoder-attention=bilateral"]
@@ -91,59 +92,20 @@ INTERACTIVE = ["-s=en", "-t=de", "--beam=4", "--max-source-positions=20", "--max
 
 
 @pytest.mark.slow
-def test_interactive_translates_odd_lines_and_refuses_long_ones(data, trained):
-    """fairseq translates empty lines and unknown words; a line that is too long raises one error."""
-    command = [script("interactive"), str(data), *CPU, f"--path={trained[0] / 'checkpoint_last.pt'}", *INTERACTIVE]
-    text = "".join(f"{line}\n" for line in LINES)
-    result = run(command, input=text)
-    assert result.returncode != 0
-    assert re.findall(r"^S-(\d)\t(.*)$", result.stdout, re.M) == [("0", LINES[0]), ("1", ""), ("2", "<unk> <unk>")]
-    assert re.findall(r"^H-(\d)\t-[\d.]+\t", result.stdout, re.M) == ["0", "1", "2"]
-    assert re.search(r"invalid \(=\(.*31.*max_positions=\(20, 1024\).*--skip-invalid-size", result.stderr)
-
-
-# fairseq-train, killed before its seventh update, once the log shows the sixth.
-KILLED = """
-import os, signal
-from fairseq_cli.train import Trainer, cli_main
-
-train_step = Trainer.train_step
-
-def train_six(self, *args, **kwargs):
-    if self.get_num_updates() == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_step(self, *args, **kwargs)
-
-Trainer.train_step = train_six
-cli_main()
-"""
-
-
-@pytest.mark.slow
-def test_a_killed_training_resumes(data, trained, tmp_path):
+def test_a_training_resumes(data, trained, tmp_path):
     folder, log = trained
-    command = train_command(data, tmp_path, *CPU, "--save-interval-updates=4", f"--max-update={UPDATES}")
-    before = run([sys.executable, "-c", KILLED, *command[1:]])
-    assert before.returncode == -signal.SIGKILL, before.stderr
+    [half] = folder.glob("checkpoint_*_4.pt")
+    command = train_command(data, tmp_path, *CPU, f"--restore-file={half}", f"--max-update={UPDATES}")
     after = run(command)
-    assert "Loaded checkpoint" in after.stdout + after.stderr
     whole, resumed = losses(log), losses(after.stdout + after.stderr)
-    assert losses(before.stdout + before.stderr) == {update: whole[update] for update in range(1, 7)}
-    assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}  # from the checkpoint of update 4
+    assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}
     torch.testing.assert_close(parameters(tmp_path), parameters(folder), rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):
-    """fairseq spawns no workers on the CPU, so each process gets its rank; test_spawned_workers tests spawning."""
     still = ["--dropout=0", "--max-update=4"]  # workers would draw other random numbers
-    world = [*distributed(tmp_path, 2), "--distributed-no-spawn"]
-    ranks = []
-    for rank in range(2):
-        command = train_command(data, tmp_path / "two", *CPU, *still, *world, f"--distributed-rank={rank}")
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=1800)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], errors
+    in_two_processes(tmp_path, *train_command(data, tmp_path / "two", *CPU, *still)[1:])
     whole = train_command(data, tmp_path / "one", *CPU, *still, "--update-freq=2")
     again = train_command(data, tmp_path / "again", *CPU, *still, "--update-freq=2")
     in_one_process(["train", *whole[1:]], ["train", *again[1:]])
@@ -212,6 +174,33 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
         assert "num_updates 2" in logs[number]
     assert "Translated 8 sentences" in logs[6]
     assert sorted(re.findall(r"^H-(\d)\t", logs[7], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
+
+
+SPATIAL = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]
+SPATIAL += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-outside=-inf"]
+LSTM = ["--arch=aligned_lstm_tiny", "--alignment=additive", "--alignment-hidden-size=24", "--recurrence=bahdanau"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [SPATIAL, LSTM], ids=["spatial_transformer", "aligned_lstm"])
+def test_printed_alignments(options, data, tmp_path):
+    """They equal those of each sentence alone, computed in Python; a hard one has the most probable words."""
+    checkpoint = train(data, tmp_path, *options)
+    [model], _, task = load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
+    for kind in ("soft", "hard"):
+        lines = generate(data, checkpoint, f"--print-alignment={kind}")
+        assert len(lines["A"]) == 8
+        for number, line in lines["A"].items():
+            source = task.source_dictionary.encode_line(lines["S"][number], add_if_not_exist=False).long()
+            target = task.target_dictionary.encode_line(lines["H"][number], add_if_not_exist=False).long()
+            previous = torch.cat([target[-1:], target[:-1]])
+            matrix = model.eval()(source[None], torch.tensor([len(source)]), previous[None])[1]
+            matrix = matrix[0] if options is LSTM else matrix["attn"][0][0]
+            if kind == "hard":  # fairseq omits both ends
+                assert line.split() == [f"{i}-{t}" for t, i in enumerate(matrix[:-1, :-1].argmax(1).tolist())]
+            else:
+                printed = torch.tensor([[float(p) for p in row.split(",")] for row in line.split()])
+                torch.testing.assert_close(printed, matrix, rtol=0, atol=2e-5)
 
 
 def test_python_hub_and_averaged_checkpoints(data, trained):

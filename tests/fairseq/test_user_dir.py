@@ -6,26 +6,9 @@ import shutil
 
 import pytest
 
-from tests.fairseq.console_helpers import in_one_process
 from tests.fairseq.fairseq_helpers import ROOT
 
 pytest.importorskip("fairseq")
-
-TINY = ["--arch=transformer_iwslt_de_en"]
-for side in ("encoder", "decoder"):
-    TINY += [f"--{side}-{size}" for size in ("layers=1", "embed-dim=16", "ffn-embed-dim=32", "attention-heads=2")]
-
-
-def test_stock_commands_train_and_generate(data, tmp_path):
-    options = [*TINY, "--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=2", "--num-workers=0", "--cpu"]
-    generate = ["--path", tmp_path / "checkpoint_last.pt", "--cpu", "--num-workers=0"]
-    train, generated = in_one_process(
-        ["train", data, "--user-dir", "plugins/fairseq", *options, "--save-dir", tmp_path],
-        ["generate", data, "--user-dir", "plugins/fairseq/", *generate],
-    )
-    assert "num_updates 2" in train
-    assert "Translated 8 sentences" in generated
-
 
 FOLDERS = f"""
 import argparse, io, os, pickle, sys, torch
