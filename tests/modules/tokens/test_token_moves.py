@@ -1,48 +1,19 @@
-"""Rearrangements of tokens and their gradients, in both orders."""
+"""Rearrangements of tokens: views, and gradients under ``torch.func``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch.autograd import gradcheck, gradgradcheck
 
-from attn_plugins.modules.tokens.token_moves import grouped_qkv, inverse, reorder
-
-
-def test_reordered_tokens_are_where_the_order_says():
-    torch.manual_seed(0)
-    tokens, order = torch.randn(7, 3, dtype=torch.float64, requires_grad=True), torch.randperm(7)
-    moved = reorder(tokens, order)
-    for place, source in enumerate(order.tolist()):
-        assert torch.equal(moved[place], tokens[source])
-    assert torch.equal(reorder(moved, inverse(order)), tokens)
-    with torch.no_grad():
-        assert torch.equal(reorder(tokens, order), moved)
-    assert gradcheck(reorder, (tokens, order))
-    assert gradgradcheck(reorder, (tokens, order))
+from attn_plugins.modules.tokens.token_moves import grouped_qkv, reorder
 
 
 def test_grouped_qkv_are_views_of_the_projection():
-    torch.manual_seed(0)
-    n, N, M, d = 5, 4, 2, 3
-    projected = torch.randn(n, N, 3 * M * d, dtype=torch.float64, requires_grad=True)
-    kinds = grouped_qkv(projected, [3, 2], M)
-    first = 0
-    for size, kind in zip((3, 2), kinds):
-        for part, tensor in enumerate(kind):
-            assert tensor.shape == (size, M, N, d)
+    projected = torch.randn(5, 4, 3 * 2 * 3)
+    for size, kind in zip((3, 2), grouped_qkv(projected, [3, 2], 2), strict=True):
+        for tensor in kind:
+            assert tensor.shape == (size, 2, 4, 3)
             assert tensor.untyped_storage().data_ptr() == projected.untyped_storage().data_ptr()
-            for i in range(size):
-                for m in range(M):
-                    start = (part * M + m) * d
-                    assert torch.equal(tensor[i, m], projected[first + i, :, start : start + d])
-        first += size
-
-    def flat(tensor):
-        return torch.cat([t.flatten() * (i + 1) for i, t in enumerate(sum(grouped_qkv(tensor, [3, 2], M), ()))])
-
-    assert gradcheck(flat, (projected,))
-    assert gradgradcheck(flat, (projected,))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
