@@ -158,20 +158,28 @@ def _criss_cross_attention(names: str) -> Build:
 
 def _deform_conv2d(names: str, groups: int = 2) -> Build:
     def build(size: Size, **given: Any) -> Example:
+        geometry = dict(groups=groups, D=2, stride=(1, 1), padding=(1, 1), dilation=(1, 1), far=1)
         e = _extents(
             size,
-            given,
+            {**geometry, **given},
             tiny=dict(B=1, C=4, map=(3, 4), out=2, kernel=(2, 3)),
             small=dict(B=2, C=6, map=(5, 9), out=4, kernel=(3, 3)),
             large=dict(B=2, C=64, map=(21, 23), out=48, kernel=(3, 3)),
         )
-        grid, taps, D = tuple(n + 3 - k for n, k in zip(e.map, e.kernel)), math.prod(e.kernel), 2
+        grid = tuple(
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(e.map, e.kernel, e.stride, e.padding, e.dilation)
+        )
+        taps = math.prod(e.kernel)
         shapes = dict(
-            input=(e.B, e.C, *e.map), offset=(e.B, 2 * D * taps, *grid), weight=(e.out, e.C // groups, *e.kernel),
-            bias=(e.out,), mask=(e.B, D * taps, *grid),
+            input=(e.B, e.C, *e.map), offset=(e.B, 2 * e.D * taps, *grid), bias=(e.out,),
+            weight=(e.out, e.C // e.groups, *e.kernel), mask=(e.B, e.D * taps, *grid),
         )  # fmt: skip
-        products = 2 * e.B * math.prod(grid) * e.out * (e.C // groups) * taps
-        return _between_pixels(_example(ops.deform_conv2d, shapes, names, dict(padding=1), (products, 2 * products)))
+        products = 2 * e.B * math.prod(grid) * e.out * (e.C // e.groups) * taps
+        options = dict(stride=e.stride, padding=e.padding, dilation=e.dilation)
+        example = _example(ops.deform_conv2d, shapes, names, options, (products, 2 * products))
+        example.tensors["offset"] *= e.far
+        return _between_pixels(example)
 
     return build
 
@@ -193,7 +201,7 @@ def _deform_conv1d(size: Size, **given: Any) -> Example:
 def _deformable_attention(size: Size, **given: Any) -> Example:
     e = _extents(
         size,
-        given,
+        dict(far=1) | given,
         tiny=dict(B=1, Q=3, M=2, d=3, K=2, levels=((3, 4), (1, 2))),
         small=dict(B=2, Q=6, M=3, d=4, K=2, levels=((5, 7), (3, 4), (1, 2))),
         large=dict(B=2, Q=700, M=4, d=32, K=4, levels=((20, 30), (3, 200))),
@@ -212,7 +220,7 @@ def _deformable_attention(size: Size, **given: Any) -> Example:
         (2 * 5 * samples, 2 * 8 * samples),
     )
     sides = torch.tensor([(w, h) for h, w in e.levels]).view(L, 1, 2)
-    pixels = (example.tensors["sampling_locations"] * 0.4 + 0.5) * sides
+    pixels = (example.tensors["sampling_locations"] * 0.4 * e.far + 0.5) * sides
     example.tensors["sampling_locations"] = _off_whole_pixels(pixels - 0.5).add(0.5) / sides
     return example
 
