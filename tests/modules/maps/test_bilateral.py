@@ -12,7 +12,6 @@ from torch import nn
 
 from attn_plugins.modules import BilateralCrissCross2d, BilateralNonLocal2d
 from attn_plugins.modules.maps import bilateral as bilateral_module
-from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised, with_outside
 from tests.helpers.module_inputs import OUTSIDE, drawn
 from tests.modules.loops import predicted_logits, softmax
 
@@ -92,15 +91,3 @@ def test_a_checkpoint_of_mmcv_gives_its_results(cross):
         nn.init.zeros_(parameter)
     x = torch.randn(2, 16, 6, 9)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-4, atol=1e-5)
-
-
-def test_the_terms():
-    values = torch.tensor([[1.0, 2.0, 4.0]])
-    for outside, value in (("zero", 0.0), ("min", 1.0), ("mean", 7 / 3), ("-inf", -math.inf)):
-        torch.testing.assert_close(with_outside(values, outside), torch.tensor([[1.0, 2.0, 4.0, value]]))
-    index = axis_index(torch.tensor([0]), 5, 3)
-    assert index.tolist() == [[1, 2, -1, -1, -1]]
-    assert realign(with_outside(values, "mean"), index)[0].tolist() == pytest.approx([2, 4, 7 / 3, 7 / 3, 7 / 3])
-    logits = torch.randn(4, 9)
-    torch.testing.assert_close(standardised(logits).mean(-1), torch.zeros(4))
-    torch.testing.assert_close(standardised(logits).std(-1, correction=0), torch.ones(4), rtol=1e-4, atol=0)

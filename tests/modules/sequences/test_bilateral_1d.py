@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from attn_plugins.modules import BilateralSelfAttention
-from attn_plugins.terms.nonlocal_band import counted_keys, standardised_band
-from attn_plugins.terms.nonlocal_position import axis_index, realign, standardised
 from tests.helpers.module_inputs import OUTSIDE, drawn
 from tests.modules.loops import predicted_logits, softmax
 
@@ -71,22 +69,3 @@ def test_the_papers_kernel_sizes():
     assert set(module.state_dict()) == {f"{n}.{kind}" for n in layers for kind in ("weight", "bias")}
     without = {f"{n}.bias" for n in layers[:4]}
     assert set(module.state_dict()) - set(build(outside="learned", bias=False).state_dict()) == without
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_standardised_band_is_the_standardised_logits(causal):
-    T, S, k, start = 4, 9, 4 if causal else 5, 3
-    values = torch.randn(2, 3, T, k + 1, dtype=torch.float64)
-    mask = torch.rand(2, S) < 0.3
-    counted, number = counted_keys(T, S, k, start, causal, mask, mask.device)
-    band, beyond = standardised_band(values[..., :k], values[..., k], counted, number)
-    ours = torch.cat((band, beyond.unsqueeze(-1)), -1)
-    positions = torch.arange(T) + start
-    # A causal window is the first half of a window twice as wide.
-    index = axis_index(positions, S, 2 * k - 1 if causal else k)
-    index = torch.where(index >= k, -1, index)
-    seen = ~mask[:, None, None] & ((torch.arange(S) <= positions.unsqueeze(1)) | (not causal))
-    expected = standardised(realign(values, index), seen)
-    logits = realign(ours, index)
-    seen = seen.expand_as(logits)
-    torch.testing.assert_close(logits[seen], expected[seen])

@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from attn_plugins.modules import RelativeSelfAttention
-from attn_plugins.terms.clipped_distance import clipped_band, weights_by_distance
 from tests.helpers.module_inputs import drawn
 from tests.modules.loops import softmax
 
@@ -81,23 +80,3 @@ def test_state_dict():
     assert (module.key_table.shape, build().value_table.shape) == ((3, 5, 2), (1, 5, 2))
     assert build(causal=True).key_table.shape == (1, 3, 2)
     assert "value_table" not in build(values=False).state_dict()
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("T, S, start, k", [(4, 4, 0, 2), (3, 9, 6, 2), (2, 9, 3, 3), (1, 5, 4, 8), (5, 5, 0, 1)])
-def test_weights_by_distance(T, S, start, k, causal):
-    weights = torch.rand(2, 3, T, S, dtype=torch.float64)
-    if causal:
-        weights = weights.tril(start)
-    expected = torch.zeros(2, 3, T, k + 1 if causal else 2 * k + 1, dtype=torch.float64)
-    for t, s in itertools.product(range(T), range(S)):
-        if not causal or s <= start + t:
-            expected[..., t, max(-k, min(k, s - start - t)) + k] += weights[..., t, s]
-    torch.testing.assert_close(weights_by_distance(weights, k, start, causal), expected)
-
-
-@pytest.mark.parametrize("reach", [0, 1, 2, 5])
-def test_clipped_band(reach):
-    band = torch.randn(2, 5)
-    expected = torch.stack([band[:, max(-2, min(2, offset)) + 2] for offset in range(-reach, reach + 1)], 1)
-    assert torch.equal(clipped_band(band, reach), expected)
