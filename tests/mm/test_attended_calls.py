@@ -79,13 +79,14 @@ def test_checkpointed_layers_find_the_map_of_their_call_again(model, use_reentra
         assert wanted.any()
 
 
-def test_weights_of_an_earlier_call_are_on_its_map(model):
+def test_weights_and_logits_of_an_earlier_call_are_on_its_map(model):
     (layer, *_) = exchanged(model).values()
     inputs = {}
     handle = layer.register_forward_pre_hook(lambda m, args, given: inputs.update(given), with_kwargs=True)
     with torch.no_grad():
         run(model, WIDE)
         handle.remove()
-        expected = layer.token_weights(inputs["query"], inputs["key"])
+        tokens = inputs["query"], inputs["key"]
+        expected = layer.token_weights(*tokens), layer.token_logits(*tokens)
         run(model, TALL)
-        assert torch.equal(layer.token_weights(inputs["query"], inputs["key"]), expected)
+        torch.testing.assert_close((layer.token_weights(*tokens), layer.token_logits(*tokens)), expected)

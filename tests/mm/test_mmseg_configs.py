@@ -124,6 +124,8 @@ def test_boundaries_of_shifted_squares():
 
     for shift, tolerance, score in ((0, 0, 100.0), (1, 1, 100.0), (1, 0, 50.0), (3, 1, 56.25)):
         assert boundary_score(tolerance, square(2 + shift), square(2)) == pytest.approx(score), (shift, tolerance)
+    pixels = torch.tensor([[[0, 1]]])  # one boundary pixel
+    assert boundary_score(0, pixels, pixels) == 100
 
 
 def test_boundaries_of_ignored_pixels():

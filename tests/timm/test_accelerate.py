@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import timm
@@ -100,95 +98,9 @@ def test_dropout_draws_what_timms_draws(name):
     torch.testing.assert_close(*outputs)
 
 
-FAMILIES = {  # a model of each kind, its last attention, and the modules in it
-    "swin": (V1, "layers.1.blocks.1.attn", "softmax attn_drop qkv proj proj_drop"),
-    "swinv2": (V2, "layers.1.blocks.1.attn", "softmax attn_drop proj proj_drop cpb_mlp"),
-    "sam": (SAM_B, "blocks.1.attn", "attn_drop qkv q_norm k_norm proj proj_drop"),
-    "mvit": ("mvit", "stages.1.blocks.1.attn", "qkv proj pool_k norm_k"),
-}
-
-
-def pair(family: str) -> list[tuple[nn.Module, nn.Module, Tensor]]:
-    """Return timm's model and an accelerated one, each with its attention and a picture."""
-    name, path, _ = FAMILIES[family]
-    models = [build(name).eval(), build(name).eval()]
-    accelerate(models[1])
-    for model in models:
-        for module in model.modules():
-            if isinstance(module, nn.ReLU):
-                module.inplace = False  # PyTorch allows no backward hooks of all modules otherwise
-        model.get_submodule(path).fused_attn = False  # timm's fused attention passes by its attn_drop
-    return [(model, model.get_submodule(path), picture(model, name, 1)) for model in models]
-
-
-def alike(models: list[tuple[nn.Module, nn.Module, Tensor]], change: Callable[[nn.Module, list], Any]) -> None:
-    """Change both models: what they record and compute is the same."""
-    outcomes = []
-    for model, attn, x in models:
-        record: list = []
-        with change(attn, record) or contextlib.nullcontext():
-            torch.manual_seed(3)
-            output = model(x)
-            output.square().sum().backward()
-        outcomes.append((record, output.detach()))
-    (expected, outputs), (found, ours) = outcomes
-    assert found == expected
-    torch.testing.assert_close(ours, outputs, rtol=1e-5, atol=1e-6)
-
-
-def hooked(hook: str, part: str | None) -> Callable[[nn.Module, list], Any]:
-    """Register a hook on a part of the attention, or on all modules."""
-    if part is None:
-        register = getattr(nn.modules.module, f"register_module_{hook}")
-        return lambda attn, record: register(lambda module, *call: record.append(len(module._modules)))
-    return lambda attn, record: getattr(attn.get_submodule(part), f"register_{hook}")(
-        lambda *call: record.append("called")
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_hooks_are_called(family):
-    """One hook at a time: of every kind, on the attention, on each module in it, and on all modules."""
-    models = pair(family)
-    for hook in ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"):
-        for part in (None, "", *FAMILIES[family][2].split()):
-            alike(models, hooked(hook, part))
-
-
 class Halved(nn.Module):
-    def forward(self, x: Tensor, *others: Any, **options: Any) -> Any:
-        return (x / 2, *others) if others else x / 2
-
-
-def replace_forward(attn: nn.Module, record: list) -> None:
-    stock = attn.forward
-
-    def forward(*arguments: Any, **options: Any) -> Any:
-        record.append("called")
-        return stock(*arguments, **options)
-
-    attn.forward = forward
-
-
-def drop_in_evaluation(attn: nn.Module, record: list) -> None:
-    attn.attn_drop.p = 0.5
-    attn.attn_drop.train()
-
-
-def replace(part: str) -> Callable[[nn.Module, list], None]:
-    return lambda attn, record: setattr(attn, part, Halved())
-
-
-@pytest.mark.parametrize(
-    "family, change",
-    [
-        *[(family, replace_forward) for family in FAMILIES],
-        *[(family, drop_in_evaluation) for family in ("swin", "swinv2", "sam")],
-        *[(family, replace(part)) for family in ("swin", "swinv2") for part in ("softmax", "attn_drop")],
-    ],
-)
-def test_replaced_parts_are_used(family, change):
-    alike(pair(family), change)
+    def forward(self, x: Tensor, *others: object, **options: object) -> Tensor:
+        return x / 2
 
 
 @pytest.mark.parametrize("name, grad", [(V1, False), (V2, True)])

@@ -11,6 +11,7 @@ import timm
 import torch
 from timm.models import _registry
 from timm.models.vision_transformer import ATTN_LAYERS
+from timm.utils import AttentionExtract
 from torch import nn
 
 from attn_plugins.timm import ViTAttention, vit_attention
@@ -146,6 +147,20 @@ def test_attention_masks_and_dropout():
     assert not torch.allclose(layer(x, keep), layer(x), rtol=1e-2)
     model.train()
     assert not torch.allclose(model(picture()), model(picture()))
+
+
+@pytest.mark.parametrize("name", ["attn0010", "attn1111", "attn_bilateral", "attn_range7"])
+@torch.no_grad()
+def test_extracted_weights(name):
+    model, x, inputs = open_gates(build(name)), picture(), []
+    expected = model(x)
+    for layer in layers_of(model):
+        layer.register_forward_pre_hook(lambda module, given: inputs.append(given[0]))
+    weights = AttentionExtract(model, method="hook")(x)
+    for layer, tokens, found in zip(layers_of(model), inputs, weights.values()):
+        torch.testing.assert_close(found, layer.token_weights(tokens), rtol=1e-5, atol=1e-7)
+        assert found.shape == (2, 2, 13, 13)
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])

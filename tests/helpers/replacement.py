@@ -1,0 +1,406 @@
+"""What users do to a layer that we replace, and the comparison of what the stock layer and ours make of it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import cpu_offload
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+C = 16  # channels of the layers
+Result = dict[str, Any]
+Inputs = tuple[Any, ...]
+Scenario = Callable[..., Result]  # of a module and its inputs
+
+
+class Layer(NamedTuple):
+    """A stock layer, ours in its place, and their inputs."""
+
+    stock: Callable[[], nn.Module]
+    ours: Callable[[nn.Module], nn.Module]  # from a stock layer, which it may change
+    inputs: Callable[[], Inputs]
+    marks: str  # of the operators that only our code calls
+    replaced: Callable[[], AbstractContextManager[None]] = nullcontext  # in which ours runs
+
+
+def drawn(module: nn.Module) -> nn.Module:
+    """Draw all parameters, since zeros at the start would hide faults."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2, generator=generator)
+    return module.eval()
+
+
+def all_parts_called(module: nn.Module) -> nn.Module:
+    """Prevent timm's fused attention, which passes by its dropout, and in-place ReLUs, which take no backward hooks."""
+    for part in module.modules():
+        if hasattr(part, "fused_attn"):
+            part.fused_attn = False
+        if isinstance(part, nn.ReLU):
+            part.inplace = False
+    return module
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1))
+
+
+class Called(nn.Module):
+    """A layer with the keyword arguments that its model passes."""
+
+    def __init__(self, layer: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.layer, self.options = layer, options
+
+    def forward(self, *args: Any) -> Tensor:
+        output = self.layer(*args, **self.options)
+        return output[0] if isinstance(output, tuple) else output
+
+
+# --- what users do to a layer: (module, inputs) to values that must be equal -----------------------------------------
+
+
+def each_part(module: nn.Module, do: Callable[[str, nn.Module], Any], within: str = "") -> Result:
+    """Do something to one part at a time, of those with ``within`` in their names; a failure stands for itself."""
+    results: Result = {}
+    for name, part in module.named_modules():
+        if within not in name:
+            continue
+        try:
+            results[name] = do(name, part)
+        except Exception as error:
+            results[name] = error
+    return results
+
+
+EACH_OFFSET_ONCE = "appr_geom_fc"  # begins the names of layers that mmcv calls with the offsets of all pairs
+
+
+def hooked(register: str, run: Callable[[], Any], name: str, part: nn.Module) -> tuple[Any, Any]:
+    """Return how often a hook fired, None for never, and the squared norm of the last tensor it got."""
+    seen: list[Any] = [None, None]
+
+    def hook(module: nn.Module, *values: Any) -> None:
+        value = values[-1][0] if isinstance(values[-1], tuple) else values[-1]
+        comparable = isinstance(value, Tensor) and not name.startswith(EACH_OFFSET_ONCE)
+        seen[:] = (seen[0] or 0) + 1, value.detach().square().sum() if comparable else None
+
+    handle = getattr(part, register)(hook)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return seen[0], seen[1]
+
+
+def hooked_everywhere(kind: str, run: Callable[[], Any], module: nn.Module) -> Result:
+    """Return how often a hook of all modules fired, by their names; mmcv makes a softmax without one in each call."""
+    names = {part: name for name, part in module.named_modules()}
+    calls: Result = dict.fromkeys(names.values())
+
+    def count(called: nn.Module, *values: Any) -> None:
+        name = names.get(called, type(called).__name__)
+        calls[name] = (calls.get(name) or 0) + 1
+
+    handle = getattr(nn.modules.module, f"register_module_{kind}_hook")(count)
+    try:
+        run()
+    finally:
+        handle.remove()
+    return calls
+
+
+def hooks(module: nn.Module, run: Callable[[], Any], within: str, *kinds: str) -> Result:
+    """Register one hook at a time: of each kind, on each part and, unless ``within`` some, on all modules."""
+    results = {kind: each_part(module, partial(hooked, f"register_{kind}_hook", run), within) for kind in kinds}
+    if not within:
+        results |= {f"{kind}, all": outcome(partial(hooked_everywhere, kind, run), module) for kind in kinds}
+    return results
+
+
+def forward_hooks(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    return hooks(module, lambda: module(*inputs), within, "forward_pre", "forward")
+
+
+def backward_hooks(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    leaves = tuple(x.clone().requires_grad_() for x in inputs)
+    kinds = ("full_backward_pre", "full_backward")
+    return hooks(module, lambda: module(*leaves).square().sum().backward(), within, *kinds)
+
+
+@contextmanager
+def exchanged(module: nn.Module, name: str, part: nn.Module) -> Iterator[None]:
+    parent, _, key = name.rpartition(".")
+    owner = module.get_submodule(parent)
+    stock = getattr(owner, key)
+    setattr(owner, key, part)
+    try:
+        yield
+    finally:
+        setattr(owner, key, stock)
+
+
+class Wrapped(nn.Module):
+    """What LoRA's wrappers look like: the layer inside, something added, no ``weight``."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        return increased(self.inner(*args, **options))
+
+
+def leaves_replaced(module: nn.Module, inputs: Inputs, within: str, make: Callable[[nn.Module], nn.Module]) -> Result:
+    def run(name: str, part: nn.Module) -> Any:
+        if not name or next(part.children(), None) is not None or isinstance(part, nn.Identity):
+            return None
+        with exchanged(module, name, make(part)):
+            return changed(module(*inputs), plain)
+
+    plain = module(*inputs)
+    return each_part(module, run, within)
+
+
+def changed(output: Tensor, plain: Tensor) -> Tensor | None:
+    """Return what a change made of the output; None if the layer ignores it, as torch does where it reads weights."""
+    return None if torch.equal(output, plain) else output
+
+
+def increased(output: Any) -> Any:
+    return (1.5 * output[0], *output[1:]) if isinstance(output, tuple) else 1.5 * output
+
+
+def odd(part: nn.Module) -> nn.Module:
+    """Return a part of a class of its own, whose ``forward`` gives more."""
+    stock = type(part)
+    part = copy.copy(part)
+    part.__class__ = type("Odd", (stock,), {"forward": lambda self, *args: increased(stock.forward(self, *args))})
+    return part
+
+
+def replaced_children(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    return leaves_replaced(module, inputs, within, odd)
+
+
+def wrapped_children(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    return leaves_replaced(module, inputs, within, Wrapped)
+
+
+def replaced_forward(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    def run(name: str, part: nn.Module) -> Any:
+        stock = part.forward
+        part.forward = lambda *args, **options: increased(stock(*args, **options))
+        try:
+            return changed(module(*inputs), plain)
+        finally:
+            del part.forward
+
+    plain = module(*inputs)
+    return each_part(module, run, within)
+
+
+def dropout_in_eval(module: nn.Module, inputs: Inputs) -> Result:
+    """Switch each dropout on in a model that evaluates, as Monte Carlo dropout does; None where that has no effect."""
+
+    def run(name: str, part: nn.Module) -> Any:
+        if isinstance(getattr(part, "dropout", None), float):
+            part.dropout = 0.5
+        elif isinstance(part, nn.Dropout):
+            part.p = 0.5
+        else:
+            return None
+        part.train()
+        passes = torch.stack([module(*inputs) for _ in range(2)])
+        part.eval()
+        return True if not torch.equal(*passes) else None
+
+    with torch.no_grad():
+        return each_part(module, run)
+
+
+def quantize_dynamic(module: nn.Module, inputs: Inputs) -> Result:
+    with torch.no_grad():
+        output = torch.ao.quantization.quantize_dynamic(module, {nn.Linear}, dtype=torch.qint8)(*inputs)
+        return {"quantized": output}
+
+
+def offload(module: nn.Module, inputs: Inputs) -> Result:
+    with torch.no_grad():
+        output = module(*inputs)
+        weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        meta = copy.deepcopy(module).to("meta").to_empty(device="cpu")
+        for name, tensor in module.named_buffers():  # those that are not saved
+            meta.get_buffer(name).copy_(tensor)
+        meta.load_state_dict(weights)
+        offloaded = cpu_offload(module, "cpu")(*inputs)
+        if not torch.allclose(offloaded, output, atol=1e-5):  # timm's Swin V2 loses its unsaved buffers
+            return {"plain": output, "meta": meta(*inputs), "offloaded": ValueError("other values")}
+        return {"plain": output, "meta": meta(*inputs), "offloaded": offloaded}
+
+
+def threads(module: nn.Module, inputs: Inputs) -> Result:
+    """Run one layer in four threads, on inputs of two forms where the layer takes any."""
+    x = inputs[0]
+    forms = [x, x.transpose(2, 3).contiguous()] if x.dim() == 4 and x.shape[1] in (3, C) else [x, 2 * x]
+    wrong: list[Any] = []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    with torch.no_grad():
+        expected = [module(form) for form in forms]
+
+        def run(number: int) -> None:
+            try:
+                for _ in range(20):
+                    with torch.no_grad():
+                        if not torch.allclose(module(forms[number % 2]), expected[number % 2], atol=1e-5):
+                            wrong.append(number)
+            except Exception as error:
+                wrong.append(repr(error))
+
+        workers = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    sys.setswitchinterval(interval)
+    return {"wrong": wrong, "output": expected[1]}
+
+
+def deepcopy(module: nn.Module, inputs: Inputs) -> Result:
+    stream = io.BytesIO()
+    clone = copy.deepcopy(module)
+    torch.save(module, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    for parameter in module.parameters():
+        parameter.data.zero_()
+    return {"copy": clone(*inputs), "loaded": loaded(*inputs)}
+
+
+def functional(module: nn.Module, inputs: Inputs) -> Result:
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(values: dict[str, Tensor], *args: Any) -> Tensor:
+        return torch.func.functional_call(module, values, args).square().mean()
+
+    return torch.func.grad(loss)(parameters, *inputs)
+
+
+def export(module: nn.Module, inputs: Inputs) -> Result:
+    return {"output": torch.export.export(module, inputs).module()(*inputs)}
+
+
+def compiled(module: nn.Module, inputs: Inputs) -> Result:
+    torch._dynamo.reset()
+    return {"output": torch.compile(module, fullgraph=True, backend="aot_eager")(*inputs)}
+
+
+COLUMNS: dict[str, Scenario] = {
+    "forward hooks": forward_hooks,
+    "backward hooks": backward_hooks,
+    "replaced children": replaced_children,
+    "replaced `forward`": replaced_forward,
+    "dropout in eval": dropout_in_eval,
+    "LoRA-like wrappers": wrapped_children,
+    "`quantize_dynamic`": quantize_dynamic,
+    "meta, offload": offload,
+    "threads": threads,
+    "deepcopy, pickle": deepcopy,
+    "`torch.func`": functional,
+    "`torch.export`": export,
+    "`torch.compile`": compiled,
+}
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Note whether an operator that only our code calls was called."""
+
+    def __init__(self, marks: str) -> None:
+        super().__init__()
+        self.marks, self.seen = marks, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen |= self.marks in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def outcome(scenario: Callable[..., Result], *args: Any) -> Result | Exception:
+    torch.manual_seed(0)
+    try:
+        return scenario(*args)
+    except Exception as error:
+        return error
+
+
+def differences(stock: Any, ours: Any, where: str = "") -> list[str]:
+    """Return where ours does not give what stock gives; what stock cannot do, ours may."""
+    if isinstance(stock, Exception):
+        return []
+    if isinstance(ours, Exception):
+        return [f"{where}: {type(ours).__name__}: {ours}"]
+    if isinstance(stock, dict):
+        return list(
+            itertools.chain.from_iterable(
+                differences(value, ours[key], f"{where}.{key}") for key, value in stock.items() if key in ours
+            )
+        )
+    if isinstance(stock, tuple):
+        return list(itertools.chain.from_iterable(differences(a, b, where) for a, b in zip(stock, ours)))
+    if stock is None:
+        return []
+    if isinstance(stock, Tensor) and isinstance(ours, Tensor):
+        error = float((ours - stock).abs().max() / stock.abs().max().clamp(min=1.0))
+        limit = 0.1 if where.endswith("quantized") else 1e-3  # the linear layers that are quantized may differ
+        return [] if error < limit else [f"{where}: differs by {error:.2g} of the largest value"]
+    shown = ["values" if isinstance(value, Tensor) else value for value in (ours, stock)]
+    return [] if isinstance(ours, type(stock)) and ours == stock else [f"{where}: {shown[0]} instead of {shown[1]}"]
+
+
+def runs_our_code(layer: Layer, scenario: Scenario, module: nn.Module) -> bool:
+    """Return whether our operator is called, for scenarios that do not trace."""
+    watch = Watch(layer.marks)
+    with watch:
+        outcome(scenario, module, layer.inputs())
+    return watch.seen
+
+
+CLEAR = "setup_context|must be|not supported"
+
+
+def verdict(layer: Layer, scenario: Scenario) -> str:
+    """Return the word of one cell.
+
+    Raises:
+        AssertionError: Ours differs from stock, or fails without an error of its own.
+    """
+    stock = outcome(scenario, layer.stock(), layer.inputs())
+    with layer.replaced():
+        ours = outcome(scenario, layer.ours(layer.stock()), layer.inputs())
+        if isinstance(ours, Exception):
+            if isinstance(stock, Exception):
+                return "fails as stock"
+            if re.search(CLEAR, str(ours)):
+                return "clear error"
+            raise AssertionError(f"stock works, ours raises {type(ours).__name__}: {ours}") from ours
+        assert not (wrong := differences(stock, ours)), wrong
+        if isinstance(stock, Exception):
+            return "works"
+        if scenario is dropout_in_eval and set(stock.values()) == {None}:
+            return "works" if True in ours.values() else "no dropout"
+        traces = scenario in (export, compiled, functional)
+        return "as stock" if traces or runs_our_code(layer, scenario, layer.ours(layer.stock())) else "stock's code"
