@@ -73,10 +73,3 @@ def test_dropout_is_of_the_weights_of_both_values():
     offsets = (torch.arange(7) - torch.arange(7)[:, None]).clamp(-2, 2) + 2
     expected = weights @ value + torch.einsum("bmts,tsd->bmtd", weights, module.value_table[0][offsets])
     torch.testing.assert_close(output, module.out_proj(expected.transpose(1, 2).flatten(2)))
-
-
-def test_state_dict():
-    module = build(per_head=True)
-    assert (module.key_table.shape, build().value_table.shape) == ((3, 5, 2), (1, 5, 2))
-    assert build(causal=True).key_table.shape == (1, 3, 2)
-    assert "value_table" not in build(values=False).state_dict()

@@ -137,34 +137,19 @@ def test_padding_in_the_formula():
     torch.testing.assert_close(output[1], module.out_proj.bias.expand(5, -1))
 
 
-def test_state_dict():
-    module = build("1111")
-    names = {"q_proj.weight", "k_proj.weight", "position_proj.weight", "content_bias", "position_bias"}
-    ends = {"v_proj.weight", "v_proj.bias", "out_proj.weight", "out_proj.bias"}
-    assert set(module.state_dict()) == names | ends
-    assert set(build("0000").state_dict()) == ends
-    assert set(build("0010").state_dict()) == {"k_proj.weight", "content_bias"} | ends
-    assert set(build("0001", bias=False).state_dict()) == {
-        "position_proj.weight", "position_bias", "v_proj.weight", "out_proj.weight"
-    }  # fmt: skip
-
-
 def test_bad_input():
     (x,) = inputs("self")
     module, causal, cross = build(), build(mode="causal"), build(mode="cross")
     source = inputs("cross")[1]
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    for call, kind, words in [
-        (lambda: cross(x, source, key_padding_mask=mask.T), ValueError, r"key_padding_mask must have shape \(2, 7\)"),
-        (lambda: cross(x, source, key_padding_mask=mask.long()), TypeError, "must be a bool Tensor"),
-        (lambda: cross(x, source[:1]), ValueError, "key must have query's batch size 2, got 1"),
-        (lambda: cross(x, source, source[:, 1:]), ValueError, "value must have key's length 7, got 6"),
-        (lambda: cross(x), ValueError, "key must be given: its kdim = 5"),
-        (lambda: module(x, value=torch.randn_like(x)), ValueError, "value must be None without key"),
-        (lambda: causal(x, x.clone()), ValueError, "key must be None with causal=True"),
-        (lambda: module(x, cache=SequenceCache()), ValueError, "cache needs causal=True or a key"),
+    for call, words in [
+        (lambda: cross(x, source[:1]), "key must have query's batch size 2, got 1"),
+        (lambda: cross(x, source, source[:, 1:]), "value must have key's length 7, got 6"),
+        (lambda: cross(x), "key must be given: its kdim = 5"),
+        (lambda: module(x, value=torch.randn_like(x)), "value must be None without key"),
+        (lambda: causal(x, x.clone()), "key must be None with causal=True"),
+        (lambda: module(x, cache=SequenceCache()), "cache needs causal=True or a key"),
     ]:
-        with pytest.raises(kind, match=words):
+        with pytest.raises(ValueError, match=words):
             call()
     cache = SequenceCache()
     cross(x, source, cache=cache)
