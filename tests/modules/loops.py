@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def linear(layer: nn.Module, x: np.ndarray) -> np.ndarray:
@@ -59,3 +62,31 @@ def predicted_logits(
         return logits / math.sqrt(width)
     among = logits if counted is None else logits[np.asarray(counted)]
     return (logits - among.mean()) / math.sqrt(among.var() + 1e-6)
+
+
+@torch.no_grad()
+def attend(
+    module: Any,
+    size: tuple[int, int, int],
+    logits: Callable[[int, slice, int, list[int]], Sequence[float]],
+    value: Callable[[int, slice, int, int], np.ndarray],
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Attend on sequences, one query and head at a time.
+
+    Args:
+        module: Owner of ``num_heads``, ``causal`` and ``out_proj``.
+        size: B, T, S.
+        logits: Returns those of a sample's head, its channels, for a query and the keys that it sees.
+        value: Returns the value of a sample's head for a query and a key.
+        hidden: (B, S), keys that are padding.
+    """
+    (B, T, S), M, C = size, module.num_heads, module.out_proj.in_features
+    output = np.zeros((B, T, C))
+    for b, m, t in itertools.product(range(B), range(M), range(T)):
+        head = slice(m * C // M, (m + 1) * C // M)
+        keys = [s for s in range(S) if not (module.causal and s > t) and not (hidden is not None and hidden[b, s])]
+        if keys:
+            weights = softmax(logits(b, head, t, keys))
+            output[b, t, head] = sum(weight * value(b, head, t, s) for weight, s in zip(weights, keys))
+    return module.out_proj(torch.from_numpy(output))

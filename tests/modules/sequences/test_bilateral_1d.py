@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from attn_plugins.modules import BilateralSelfAttention
 from tests.helpers.module_inputs import OUTSIDE, drawn
-from tests.modules.loops import predicted_logits, softmax
+from tests.modules.loops import attend, predicted_logits
 
 CHOICES = [*OUTSIDE, ("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim")]
 KERNELS = [(3, False), (21, False), (1, True), (4, True), (11, True)]
@@ -31,24 +29,18 @@ def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:
 
 @torch.no_grad()
 def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
-    """Compute the definition for every query, key and head separately."""
-    B, T, C = x.shape
-    M, k = module.num_heads, module.kernel_size
-    d = C // M
+    (B, T, C), M, k = x.shape, module.num_heads, module.kernel_size
     q, key, v, f = (layer(x).numpy() for layer in (module.q_proj, module.k_proj, module.v_proj, module.position))
-    output = np.zeros((B, T, C))
-    for b, m, i in itertools.product(range(B), range(M), range(T)):
-        head = slice(m * d, (m + 1) * d)
-        keys = [j for j in range(T) if not (module.causal and j > i) and not (hidden is not None and hidden[b, j])]
-        if not keys:
-            continue
-        places = [j - i + (k - 1 if module.causal else k // 2) for j in keys]
+    width = C if module.smoothing == "sqrt_embed_dim" else C // M
+
+    def logits(b, head, t, keys):
+        places = [s - t + (k - 1 if module.causal else k // 2) for s in keys]
         taps = [place if 0 <= place < k else None for place in places]
-        values, width = f[b, i].reshape(M, -1)[m], C if module.smoothing == "sqrt_embed_dim" else d
+        values = f[b, t].reshape(M, -1)[head.start * M // C]
         position = predicted_logits(values, taps, module.outside, module.smoothing, width)
-        logits = np.array([q[b, i, head] @ key[b, j, head] / math.sqrt(width) for j in keys]) + position
-        output[b, i, head] = sum(w * v[b, j, head] for w, j in zip(softmax(logits), keys))
-    return module.out_proj(torch.from_numpy(output))
+        return [q[b, t, head] @ key[b, s, head] / math.sqrt(width) for s in keys] + position
+
+    return attend(module, (B, T, T), logits, lambda b, head, t, s: v[b, s, head], hidden)
 
 
 @pytest.mark.parametrize(("outside", "smoothing", "kernel_size", "causal"), CASES)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from attn_plugins.modules import RelativeSelfAttention
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import softmax
+from tests.modules.loops import attend
 
 
 def build(*, dtype=torch.float64, **options) -> RelativeSelfAttention:
@@ -28,27 +26,21 @@ def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:
 
 @torch.no_grad()
 def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
-    """Compute the definition for every query, key and head separately."""
     B, T, C = x.shape
-    M, k = module.num_heads, module.max_distance
-    d = C // M
+    d, k = C // module.num_heads, module.max_distance
     q, key, v = (layer(x).numpy() for layer in (module.q_proj, module.k_proj, module.v_proj))
 
-    def vector(table, m, i, j):
-        row = max(-k, min(k, j - i)) + k  # a causal table ends at offset 0
-        return table[m if module.per_head else 0, row].numpy()
+    def vector(table, head, t, s):
+        row = max(-k, min(k, s - t)) + k  # a causal table ends at offset 0
+        return table[head.start // d if module.per_head else 0, row].numpy()
 
-    output = np.zeros((B, T, C))
-    for b, m, i in itertools.product(range(B), range(M), range(T)):
-        head = slice(m * d, (m + 1) * d)
-        keys = [j for j in range(T) if not (module.causal and j > i) and not (hidden is not None and hidden[b, j])]
-        if not keys:
-            continue
-        e = [q[b, i, head] @ (key[b, j, head] + vector(module.key_table, m, i, j)) / math.sqrt(d) for j in keys]
-        for weight, j in zip(softmax(e), keys):
-            added = 0 if module.value_table is None else vector(module.value_table, m, i, j)
-            output[b, i, head] += weight * (v[b, j, head] + added)
-    return module.out_proj(torch.from_numpy(output))
+    def logits(b, head, t, keys):
+        return [q[b, t, head] @ (key[b, s, head] + vector(module.key_table, head, t, s)) / math.sqrt(d) for s in keys]
+
+    def value(b, head, t, s):
+        return v[b, s, head] + (0 if module.value_table is None else vector(module.value_table, head, t, s))
+
+    return attend(module, (B, T, T), logits, value, hidden)
 
 
 @pytest.mark.parametrize("causal", [False, True])

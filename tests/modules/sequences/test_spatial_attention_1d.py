@@ -11,7 +11,7 @@ import torch
 
 from attn_plugins.modules import MultiheadAttention, MultiheadSpatialAttention, SequenceCache
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import encode, linear, softmax
+from tests.modules.loops import attend, encode
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]
@@ -39,41 +39,35 @@ def in_steps(module, query, *keys, sizes=None, cache=None, **options) -> torch.T
 
 @torch.no_grad()
 def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, padding=None, source=0) -> torch.Tensor:
-    """Compute the definition for every query, key and head separately; ``source`` is the source's first position."""
+    """Compute the definition; ``source`` is the source's first position."""
     key = query if key is None else key
     value = key if value is None else value
-    B, T, C = query.shape
-    S, M = key.shape[1], module.num_heads
-    d = C // M
-
-    W = None if module.position_proj is None else module.position_proj.weight.numpy()
-    query, key, value = query.numpy(), key.numpy(), value.numpy()
+    (B, T, C), S, d = query.shape, key.shape[1], query.shape[2] // module.num_heads
     e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
-    output = np.zeros((B, T, C))
-    for b, m, t in itertools.product(range(B), range(M), range(T)):
-        head = slice(m * d, (m + 1) * d)
-        logits = np.full(S, -np.inf)
-        for s in range(S):
-            offset = s - source - t
-            if padding is not None and padding[b, s]:
-                continue
-            if module.causal and offset > 0:
-                continue
-            if module.attention_range != -1 and abs(offset) > (module.attention_range - 1) / 2:
-                continue
-            R = encode(offset, C)
-            logits[s] = 0
-            if e1:
-                logits[s] += linear(module.q_proj, query[b, t])[head] @ linear(module.k_proj, key[b, s])[head]
-            if e2:
-                logits[s] += linear(module.q_proj, query[b, t])[head] @ (W @ R)[head]
-            if e3:
-                logits[s] += module.content_bias[m].numpy() @ linear(module.k_proj, key[b, s])[head]
-            if e4:
-                logits[s] += module.position_bias[m].numpy() @ (W @ R)[head]
-            logits[s] *= module.scale
-        output[b, t, head] = sum(w * linear(module.v_proj, v)[head] for w, v in zip(softmax(logits), value[b]))
-    return module.out_proj(torch.from_numpy(output))
+    q = module.q_proj(query).numpy() if e1 or e2 else None
+    k = module.k_proj(key).numpy() if e1 or e3 else None
+    v = module.v_proj(value).numpy()
+
+    def logit(b, head, t, s):
+        offset, m, total = s - source - t, head.start // d, 0.0
+        if module.attention_range != -1 and abs(offset) > (module.attention_range - 1) / 2:
+            return -np.inf
+        if e2 or e4:
+            R = (module.position_proj.weight.numpy() @ encode(offset, C))[head]
+        if e1:
+            total += q[b, t, head] @ k[b, s, head]
+        if e2:
+            total += q[b, t, head] @ R
+        if e3:
+            total += module.content_bias[m].numpy() @ k[b, s, head]
+        if e4:
+            total += module.position_bias[m].numpy() @ R
+        return module.scale * total
+
+    def logits(b, head, t, keys):
+        return [logit(b, head, t, s) for s in keys]
+
+    return attend(module, (B, T, S), logits, lambda b, head, t, s: v[b, s, head], padding)
 
 
 BOTH = zip(BITS, cycle(MODES), cycle([-1, 5, -1, 1]))
