@@ -55,42 +55,34 @@ BELOW_ONE = {
     *(name for name in LAYERS if name.startswith("WindowSelfAttention") and not {"centred", "whole"} & {*name.split()}),
 }  # fmt: skip
 # Terms of the logits by class, and of the variants that have others.
-NAMES: dict[str, list[str]] = {
-    "AAConv2d": ["content", "position"],
-    "AAConv2d, no convolution": ["content"],
-    "AAConv2d, sine": ["content"],
-    "BilateralCrissCross2d": ["content", "position"],
-    "BilateralNonLocal2d": ["content", "position"],
-    "BilateralSelfAttention": ["content", "position"],
-    "CrissCrossAttention2d": ["content"],
-    "CrissCrossAttention2d, relative": ["content", "position"],
-    "CrissCrossAttention2d, resized": ["content", "position"],
-    "DynamicConv2d": ["position"],
-    "GeneralizedAttention2d": list(TERMS),
-    "GeneralizedAttention2d, 0010": ["saliency"],
-    "GeneralizedAttention2d, 0110": ["content_position", "saliency"],
-    "GeneralizedAttention2d, 1101": ["content", "content_position", "position"],
-    "GeneralizedAttention2d, strides": ["position"],
-    "LocalBilateralConv2d": ["content", "geometric"],
-    "LocalBilateralConv2d, content": ["content"],
-    "LocalBilateralConv2d, geometric": ["geometric"],
-    "MultiheadAttention": ["content"],
-    "MultiheadSpatialAttention": list(TERMS),
-    "MultiheadSpatialAttention, 0010": ["saliency"],
-    "MultiheadSpatialAttention, range": ["content_position", "saliency", "position"],
-    "NonLocal2d": ["content"],
-    "NonLocal2d, both": ["content", "position"],
-    "NonLocal2d, relative": ["content", "position"],
-    "RelativeSelfAttention": ["content", "position"],
+BOTH, ALL = "content position", "content content_position saliency position"
+NAMES = {
+    **dict.fromkeys(
+        ("AAConv2d", "BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention", "NonLocal2d, both",
+         "CrissCrossAttention2d, relative", "CrissCrossAttention2d, resized", "NonLocal2d, relative",
+         "RelativeSelfAttention"), BOTH,
+    ),
+    **dict.fromkeys(
+        ("AAConv2d, no convolution", "AAConv2d, sine", "CrissCrossAttention2d", "LocalBilateralConv2d, content",
+         "MultiheadAttention", "NonLocal2d"), "content",
+    ),
+    **dict.fromkeys(("DynamicConv2d", "GeneralizedAttention2d, strides"), "position"),
+    **dict.fromkeys(("GeneralizedAttention2d, 0010", "MultiheadSpatialAttention, 0010"), "saliency"),
+    **dict.fromkeys(("GeneralizedAttention2d", "MultiheadSpatialAttention"), ALL),
+    "GeneralizedAttention2d, 0110": "content_position saliency",
+    "GeneralizedAttention2d, 1101": "content content_position position",
+    "LocalBilateralConv2d": "content geometric",
+    "LocalBilateralConv2d, geometric": "geometric",
+    "MultiheadSpatialAttention, range": "content_position saliency position",
 }  # fmt: skip
-TABLE = ["content", "table"]
 # Of layers that compute a term's weights themselves.
-PARTS: dict[str, list[str]] = {
-    "WindowSelfAttention": TABLE,
-    "WindowSelfAttention, bilateral": [*TABLE, "predicted"],
-    "WindowSelfAttention, centred": ["content", "positions"],
-    "WindowSelfAttention, relative": ["content", "content_position", "position"],
-    "WindowSelfAttention, whole": ["content", "content_position", "position", "table"],
+PARTS = {
+    "WindowSelfAttention": "content table",
+    "WindowSelfAttention, bilateral": "content table predicted",
+    "WindowSelfAttention, centred": "content positions",
+    "WindowSelfAttention, centred none": "",
+    "WindowSelfAttention, relative": "content content_position position",
+    "WindowSelfAttention, whole": "content content_position position table",
 }
 # The values that the weights multiply, (B, C, *keys), and the output from their sum, by class.
 IN_STEPS = (lambda layer, x: layer.v_proj(x).mT, lambda layer, x, y: layer.out_proj(y.mT))
@@ -134,7 +126,7 @@ def _channels_second(heads: Tensor) -> Tensor:
 
 
 def entry(table: dict[str, Any], name: str) -> Any:
-    return table.get(name) or table.get(name.split(",")[0])
+    return table.get(name, table.get(name.split(",")[0]))
 
 
 @torch.no_grad()
@@ -163,7 +155,7 @@ def test_weights_make_the_output_and_logits_the_weights(name):
     def at(whole: Tensor) -> Tensor:
         return torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
 
-    names, parts = entry(NAMES, name) or [], captured["layer"].parts()
+    names, parts = (entry(NAMES, name) or "").split(), captured["layer"].parts()
     torch.testing.assert_close(captured["layer"].maps(asked), at(maps))
     if not one or name.startswith("NonLocal"):
         for axis, beyond in [(axis, number) for axis, n in enumerate(places) for number in (n, -1)]:
@@ -180,7 +172,8 @@ def test_weights_make_the_output_and_logits_the_weights(name):
     if len(places) == 2 and not one and x.dim() == 4:
         assert captured["layer"].size == tuple(places)
 
-    assert list(parts) == (entry(PARTS, name) or names if len(names) != 1 and not name.endswith("none") else [])
+    of_parts = entry(PARTS, name)
+    assert list(parts) == ((names if len(names) > 1 else []) if of_parts is None else of_parts.split())
     whole_keys = tuple(range(2 + len(places), maps.dim()))
     for part, of_some in zip(parts.values(), captured["layer"].parts(asked).values(), strict=True):
         torch.testing.assert_close(of_some, at(part))
@@ -244,8 +237,8 @@ SILENT = {
     "position": ("position", "height_rel", "width_rel", "key_table"),
 }
 SILENT["geometric"] = SILENT["position"]
-TWO_TERMS = [name for name in LAYERS if len(entry(NAMES, name) or []) == 2
-             and not name.startswith(("General", "LocalBilateralConv2d, shared"))]  # fmt: skip
+TWO_TERMS = [name for name in LAYERS if entry(NAMES, name) in (BOTH, "content geometric")
+             and name != "LocalBilateralConv2d, shared"]  # fmt: skip
 
 
 @torch.no_grad()

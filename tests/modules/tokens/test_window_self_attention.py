@@ -7,7 +7,7 @@ from itertools import cycle
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
@@ -142,34 +142,6 @@ def test_equals_loops(options, size, window, shift, version):
     module, x = layer(window_size=window, version=version, **kind, **options), tokens(size, B=1)
     tolerance = dict(rtol=1e-4, atol=1e-5) if module.cpb_mlp is not None else {}  # coordinates are in float32
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
-
-
-def timm_block(version: str, size, window, shift) -> nn.Module:
-    if version == "v1":
-        from timm.models.swin_transformer import SwinTransformerBlock as Block
-    else:
-        from timm.models.swin_transformer_v2 import SwinTransformerV2Block as Block
-    torch.manual_seed(0)
-    block = Block(C, size, M, window_size=window, shift_size=shift, always_partition=True).double()
-    return drawn(block, 0.3)
-
-
-@pytest.mark.parametrize("version", ["v1", "v2"])
-@pytest.mark.parametrize(("size", "window", "shift"), CASES)
-def test_timms_blocks_and_their_gradients(size, window, shift, version):
-    pytest.importorskip("timm")
-    block = timm_block(version, size, window, shift)
-    module = WindowSelfAttention(C, M, window, shift, version, dtype=torch.float64)
-    module.load_state_dict(block.attn.state_dict(), strict=True)
-    assert block.attn.state_dict().keys() == module.state_dict().keys()
-    results = {}
-    for name, run, weights in (("timm", block._attn, block.attn), ("ours", module, module)):
-        x = tokens(size).requires_grad_()
-        output = run(x)
-        output.square().sum().backward()
-        results[name] = [output, x.grad, *(p.grad for _, p in sorted(weights.named_parameters()))]
-    for ours, theirs in zip(results["ours"], results["timm"]):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)  # timm's coordinates are in float32
 
 
 @pytest.mark.parametrize(
