@@ -1,8 +1,8 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
-them. It is computed as batched matrix products around one softmax, on any device (``eager``), or by Triton kernels
-(``triton``).
+them. It is computed as batched matrix products around one softmax, on any device (``eager``) and with C++ kernels on CPUs
+(``cpu``), or by Triton kernels (``triton``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
 from ..common.operator import Operator
-from . import eager, reference, triton
+from . import cpu, eager, reference, triton
 from .operands import Options, Terms
 
 
@@ -137,7 +137,7 @@ ATTEND = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=_definition,
-    table=[triton.BACKEND, eager.BACKEND],
+    table=[triton.BACKEND, cpu.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
     backward_operations=_backward_operations,
     nothing=0.0,

@@ -1,4 +1,4 @@
-"""Criss-cross attention as batched matrix products, for every device.
+"""Criss-cross attention as batched matrix products, for every device; ``cpu.py`` calls it with products of its own.
 
 The queries of a column share their keys, so the logits of a column are one H x H product, and those of a row one W x W
 product. Both read strided views: nothing is gathered, transposed or concatenated. A query's logits lie side by side in
@@ -14,7 +14,7 @@ Shapes: B batch, M heads, (H, W) the map, d and dv widths per head, S the padded
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import pairwise, permutations, product
 
@@ -82,6 +82,7 @@ def _fill_padding(logits: Tensor, H: int, W: int, number: float) -> None:
 
 
 Strides = tuple[int, ...]
+Multiply = Callable[..., None]  # as `multiply`
 
 
 def _merged_axes(sizes: tuple[int, ...], strides: tuple[Strides, ...]) -> tuple[int, ...]:
@@ -113,7 +114,7 @@ def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
         yield [t.as_strided(shape, stride, start + step) for (t, shape, stride, start), step in zip(views, steps)]
 
 
-def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
+def multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
     """Set ``result`` to scale * left @ right, or add the product to it; all are (B, M, N, rows, columns)."""
     if scale == 0 and not add:  # torch's product for ARM keeps NaN of an uninitialised result
         result.zero_()
@@ -127,6 +128,7 @@ def _multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False,
 
 
 def _write_weights(
+    multiply: Multiply,
     query: Tensor | None,
     key: Tensor | None,
     position_logits: Tensor | None,
@@ -146,8 +148,8 @@ def _write_weights(
         row.copy_(position_logits[..., H:])
     if query is not None and key is not None:
         add = position_logits is not None
-        _multiply(column, _columns(query), _columns(key).mT, add=add, scale=scale)
-        _multiply(row, query, key.mT, add=add, scale=scale)
+        multiply(column, _columns(query), _columns(key).mT, add=add, scale=scale)
+        multiply(row, query, key.mT, add=add, scale=scale)
     column.diagonal(dim1=3, dim2=4).fill_(float("-inf"))  # a query's own position counts in the row
     scratch = heads_innermost(logits)
     masked = None
@@ -161,11 +163,11 @@ def _write_weights(
         scratch.masked_fill_(masked, 0)
 
 
-def _mix(result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
+def _mix(multiply: Multiply, result: Tensor, column: Tensor, row: Tensor, tensor: Tensor, scale: float = 1.0) -> None:
     """Set ``result`` to the sum of both parts' products with ``tensor``; both are (B, M, H, W, x)."""
     total = result if result.dtype == tensor.dtype else torch.empty_like(result, dtype=tensor.dtype)
-    _multiply(_columns(total), column, _columns(tensor), scale=scale)
-    _multiply(total, row, tensor, add=True, scale=scale)
+    multiply(_columns(total), column, _columns(tensor), scale=scale)
+    multiply(total, row, tensor, add=True, scale=scale)
     if total is not result:
         result.copy_(total)
 
@@ -176,7 +178,9 @@ def scratch_of_weights(value: Tensor, dtype: torch.dtype) -> Tensor:
     return empty(value, aligned(H) + aligned(W), dtype)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
+def forward(
+    terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor, multiply: Multiply = multiply
+) -> None:
     """Write the output (B, M, H, W, dv), and the weights (B, M, H, W, S) or the log-sum-exp (B, M, H, W)."""
     H, W = output.shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
@@ -185,10 +189,10 @@ def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log
     if options.recompute:
         weights = scratch_of_weights(value, terms[2].dtype)
     logits = weights if weights.dtype == arithmetic else torch.empty_like(weights, dtype=arithmetic)
-    _write_weights(query, key, terms[3], options.scale, logits, log_sum_exp if options.recompute else None)
+    _write_weights(multiply, query, key, terms[3], options.scale, logits, log_sum_exp if options.recompute else None)
     if logits is not weights:
         weights.copy_(logits)
-    _mix(output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
+    _mix(multiply, output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
 
 
 def backward(
@@ -199,6 +203,7 @@ def backward(
     weights: Tensor,
     log_sum_exp: Tensor,
     grads: Gradients,
+    multiply: Multiply = multiply,
 ) -> Gradients:
     """Fill the gradients that are not None."""
     H, W = terms[2].shape[2:4]
@@ -209,18 +214,18 @@ def backward(
     grad_query, grad_key, grad_value, grad_position = grads.values()
     if options.recompute:
         weights = scratch_of_weights(value, arithmetic)
-        _write_weights(query, key, terms[3], options.scale, weights)
+        _write_weights(multiply, query, key, terms[3], options.scale, weights)
     weights_read = weights.to(dtype)
     if grad_value is not None:
         column, row = _parts(weights_read, H, W)
-        _mix(grad_value, column.mT, row.mT, gradient)
+        _mix(multiply, grad_value, column.mT, row.mT, gradient)
     if grad_query is None and grad_key is None and grad_position is None:
         return {}
     slopes = scratch_of_weights(value, arithmetic)  # softmax's backward writes in this order alone
     _fill_padding(slopes, H, W, 0)
     column, row = _parts(slopes, H, W)
-    _multiply(column, _columns(gradient), _columns(value).mT)
-    _multiply(row, gradient, value.mT)
+    multiply(column, _columns(gradient), _columns(value).mT)
+    multiply(row, gradient, value.mT)
     scratch, probabilities = heads_innermost(slopes), heads_innermost(weights.to(arithmetic))
     if weights.dtype != arithmetic:  # rounded weights do not sum to 1
         probabilities = probabilities / probabilities.sum(-1, keepdim=True).clamp_min_(torch.finfo(arithmetic).tiny)
@@ -231,9 +236,9 @@ def backward(
         grad_position[..., H:] = row.sum_to_size((*shape[:4], W))
     column, row = _parts(slopes.to(dtype), H, W)
     if grad_query is not None and key is not None:
-        _mix(grad_query, column, row, key, options.scale)
+        _mix(multiply, grad_query, column, row, key, options.scale)
     if grad_key is not None and query is not None:
-        _mix(grad_key, column.mT, row.mT, query, options.scale)
+        _mix(multiply, grad_key, column.mT, row.mT, query, options.scale)
     return {}
 
 
