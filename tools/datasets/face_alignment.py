@@ -11,8 +11,7 @@ p ↦ A p + t.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +23,6 @@ SIZE = 512
 FACE = 0.5  # the longer side of the mean shape's box, as a share of the aligned image's side
 CENTRE = (0.5, 0.6)  # centre of that box, likewise: hair needs more room than the neck
 FACE_LABELS = range(1, 10)  # skin, brows, eyes, nose and mouth
-
-
-@dataclass(frozen=True)
-class Request:
-    """Options of an alignment: folder of HELEN's annotation, of the annotated pictures if others are aligned, size."""
-
-    landmarks: Path
-    pictures: Path | None = None
-    size: int = SIZE
 
 
 def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
@@ -109,7 +99,7 @@ def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = Fals
 
 
 class Alignment:
-    """Similarities that align faces, whose ``images`` are given by name; ``training`` ones define the mean shape.
+    """Similarities that align the faces ``names`` by the annotation in ``folder``; ``training`` ones define the mean.
 
     Attributes:
         size: Side of the aligned images.
@@ -117,40 +107,19 @@ class Alignment:
         matrices: (2, 3) of each face, from its picture to the aligned one.
 
     Raises:
-        ValueError: the size is too small, a face has no landmarks, or the annotated picture is missing.
+        ValueError: the size is too small, or a face has no landmarks.
     """
 
-    def __init__(self, request: Request, images: Mapping[str, Path], training: Sequence[str]) -> None:
-        if request.size < 32:
-            raise ValueError(f"size must be at least 32 pixels, got {request.size}")
-        landmarks = read_landmarks(request.landmarks)
-        if missing := [name for name in images if name not in landmarks]:
-            raise ValueError(
-                f"landmarks: {request.landmarks} lacks {len(missing)} of {len(images)} faces, such as {missing[0]}"
-            )
-        self.size = request.size
-        self.points = {name: landmarks[name] for name in images}
-        if request.pictures is not None:
-            self._rescale(request.pictures, images)
-        self.shape = on_canvas(mean_shape(self.points[name] for name in training), self.size)
+    def __init__(self, folder: Path, names: Sequence[str], training: Sequence[str], size: int = SIZE) -> None:
+        if size < 32:
+            raise ValueError(f"size must be at least 32 pixels, got {size}")
+        landmarks = read_landmarks(folder)
+        if missing := [name for name in names if name not in landmarks]:
+            raise ValueError(f"landmarks: {folder} lacks {len(missing)} of {len(names)} faces, such as {missing[0]}")
+        self.size = size
+        self.points = {name: landmarks[name] for name in names}
+        self.shape = on_canvas(mean_shape(self.points[name] for name in training), size)
         self.matrices = {name: similarity(points, self.shape) for name, points in self.points.items()}
-
-    def _rescale(self, folder: Path, images: Mapping[str, Path]) -> None:
-        """Rescale landmarks from the pixels of the pictures in ``folder`` to those of ``images``."""
-        originals = {path.stem: path for path in sorted(folder.rglob("*.jpg"))} if folder.is_dir() else {}
-        if missing := [name for name in images if name not in originals]:
-            raise ValueError(
-                f"landmark pictures: {folder} lacks {len(missing)} of {len(images)} faces, such as {missing[0]}.jpg"
-            )
-        for name, path in images.items():
-            original, own = _size(originals[name]), _size(path)
-            ratio = own / original
-            if (abs(own - ratio[original.argmax()] * original) > 2).any():
-                raise ValueError(
-                    f"{path} has {own[1]}x{own[0]} pixels, {originals[name]} {original[1]}x{original[0]}: one must be "
-                    f"the other one resized"
-                )
-            self.points[name] = (self.points[name] + 0.5) * ratio - 0.5
 
     def align(self, name: str, image: Image.Image, labels: np.ndarray) -> tuple[Image.Image, np.ndarray]:
         """Align an image in RGB and HELEN's labels (H, W) uint8; pixels outside the photograph are :data:`IGNORED`.
@@ -165,7 +134,7 @@ class Alignment:
         if 2 * hits < POINTS:
             raise ValueError(
                 f"{hits} of the {POINTS} landmarks of {name} are on its face: they must belong to a picture of {H}x{W} "
-                f"pixels (--landmark-pictures names the folder of HELEN's own, where these are resized)"
+                f"pixels (HELEN's own belong to the pictures of SmithCVPR2013_dataset_original, not to resized ones)"
             )
         matrix = self.matrices[name]
         seen = warp(Image.fromarray(labels), matrix, self.size, nearest=True, fill=IGNORED)
@@ -175,12 +144,3 @@ class Alignment:
         """Write the mean shape and every face's matrix as JSON."""
         faces = {name: matrix.tolist() for name, matrix in self.matrices.items()}
         file.write_text(json.dumps(dict(size=self.size, mean_shape=self.shape.tolist(), faces=faces)) + "\n")
-
-
-def _size(path: Path) -> np.ndarray:
-    """Return (width, height) in pixels, as stored."""
-    try:
-        with Image.open(path) as image:
-            return np.array(image.size)
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read as an image: {error}") from error

@@ -4,8 +4,7 @@ r"""Create mmsegmentation's folders from the published archives of HELEN and LFW
 
     python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen
     python -m tools.datasets.face_parsing lfw_pl lfw data/lfw_pl
-    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_resized data/helen_aligned \
-        --landmarks annotation --landmark-pictures helen
+    python -m tools.datasets.face_parsing helen SmithCVPR2013_dataset_original data/helen_aligned --landmarks annotation
 
 HELEN (Smith et al. 2013; 2,000 + 230 + 100 faces) is read from one folder, the unpacked archive::
 
@@ -27,8 +26,8 @@ probability, the first of equal ones. LFW-PL: 0 background, 1 skin, 2 hair.
 Faces are aligned only with ``--landmarks``, the folder of HELEN's own annotation (Le et al. 2012: 1.txt to 2330.txt,
 each with a name and 194 lines "565.86 , 758.98"): images and labels are then rotated, scaled and shifted onto the
 training faces' mean shape, in squares of ``--size`` pixels. Labels are taken from the nearest pixel; outside the
-photograph they are 255, which is not scored. The annotation belongs to HELEN's own pictures: ``--landmark-pictures`` is
-their folder if SOURCE has resized ones. ``alignment.json`` has the mean shape and each face's matrix.
+photograph they are 255, which is not scored. The annotation belongs to HELEN's own pictures, so SOURCE must not have
+resized ones. ``alignment.json`` has the mean shape and each face's matrix.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ import numpy as np
 from PIL import Image
 
 from tools import command_parser, need
-from tools.datasets.face_alignment import SIZE, Alignment, Request
+from tools.datasets.face_alignment import SIZE, Alignment
 from tools.datasets.folders import Show, check_free, new_folder, show_progress
 
 SPLITS = ("train", "val", "test")
@@ -236,23 +235,28 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
 
 
 def build(
-    name: str, source: Path, output: Path, show: Show = lambda line: None, align: Request | None = None
+    name: str,
+    source: Path,
+    output: Path,
+    show: Show = lambda line: None,
+    landmarks: Path | None = None,
+    side: int = SIZE,
 ) -> dict[str, int]:
-    """Write the set; return the number of faces of each split.
+    """Write the set, for a folder of ``landmarks`` with aligned faces; return the number of faces of each split.
 
     Raises:
         ValueError: ``output`` is not empty, ``source`` is not as published, or the faces cannot be aligned.
     """
     layout = LAYOUTS[name]
-    if align is not None and name != "helen":
+    if landmarks is not None and name != "helen":
         raise ValueError(f"landmarks are HELEN's: {name} cannot be aligned by them")
     check_free(output)
     faces = read_lists(layout, source)
     check_files(face for split in SPLITS for face in faces[split])
     alignment = None
-    if align is not None:
-        images = {face.name: face.image for split in SPLITS for face in faces[split]}
-        alignment = Alignment(align, images, [face.name for face in faces["train"]])
+    if landmarks is not None:
+        names = [face.name for split in SPLITS for face in faces[split]]
+        alignment = Alignment(landmarks, names, [face.name for face in faces["train"]], side)
     with new_folder(output) as partial:
         for split in SPLITS:
             for kind in ("images", "labels"):
@@ -271,20 +275,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="folder of the published files")
     parser.add_argument("output", type=Path, help="output folder")
     parser.add_argument("--landmarks", type=Path, metavar="DIR", help="align HELEN's faces by its annotation")
-    parser.add_argument(
-        "--landmark-pictures", type=Path, metavar="DIR", help="HELEN's own pictures, if those of SOURCE are resized"
-    )
     parser.add_argument("--size", type=int, metavar="PIXELS", help=f"side of aligned images, default {SIZE}")
     options = parser.parse_args(arguments)
-    align = None
     if options.landmarks is not None:
         need("skimage")
-        size = SIZE if options.size is None else options.size
-        align = Request(options.landmarks, options.landmark_pictures, size)
-    elif options.landmark_pictures is not None or options.size is not None:
-        parser.error("--landmark-pictures and --size apply to aligned faces: add --landmarks")
+    elif options.size is not None:
+        parser.error("--size applies to aligned faces: add --landmarks")
+    size = SIZE if options.size is None else options.size
     try:
-        counts = build(options.set, options.source, options.output, show_progress, align)
+        counts = build(options.set, options.source, options.output, show_progress, options.landmarks, size)
     except ValueError as error:
         parser.exit(2, f"face_parsing: {error}\n")
     for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):
