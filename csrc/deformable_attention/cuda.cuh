@@ -266,10 +266,10 @@ inline int64_t attention_blocks(const AttentionProblem& p) {
 
 // Calls body(T(), L()): the types of values, and of locations and weights.
 template <class Body>
-void for_attention_types(const Tensor& value, const Tensor& beside, const Body& body) {
+void for_attention_types(const Tensor& value, const Tensor& locations, const Body& body) {
   for_type(value.scalar_type(), [&](auto type) {
     using T = decltype(type);
-    if (beside.scalar_type() == value.scalar_type()) {
+    if (locations.scalar_type() == value.scalar_type()) {
       body(T(), T());
     } else {
       body(T(), accumulate_t<T>());
@@ -288,9 +288,9 @@ struct AttentionKernels {
   static void forward(const Tensor& value, const Tensor& locations, const Tensor& weights,
                       const Tensor& output, const std::vector<int64_t>& shapes,
                       const std::vector<int64_t>& points) {
-    for_attention_types(value, locations, [&](auto type, auto beside) {
+    for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
-      using L = decltype(beside);
+      using L = decltype(location);
       for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
         constexpr int N = decltype(width)::value;
         const auto p = attention_problem(value, weights, shapes, points, N, true);
@@ -305,9 +305,9 @@ struct AttentionKernels {
                        const Tensor& weights, const Tensor& grad_value, const Tensor& grad_locations,
                        const Tensor& grad_weights, const std::vector<int64_t>& shapes,
                        const std::vector<int64_t>& points) {
-    for_attention_types(value, locations, [&](auto type, auto beside) {
+    for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
-      using L = decltype(beside);
+      using L = decltype(location);
       const AttentionGradients<accumulate_t<T>, L> grads{
           data_of<accumulate_t<T>>(grad_value), data_of<L>(grad_locations), data_of<L>(grad_weights), {}};
       const auto run = [&](auto, auto width) {
@@ -344,9 +344,9 @@ struct DeterministicAttentionKernels : AttentionKernels {
     const int64_t elements = value.numel();
     const int64_t samples = weights.size(1) * *std::ranges::max_element(points);
     const FixedPoint scale{data_of<const int>(exponents), FixedPoint::room_for(samples)};
-    for_attention_types(value, locations, [&](auto type, auto beside) {
+    for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
-      using L = decltype(beside);
+      using L = decltype(location);
       if constexpr (sizeof(T) == 8) {
         STD_TORCH_CHECK(false, "attn_plugins: the deterministic backward takes no float64");
       } else {

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..modules import GatedConvBlock, Modality
 from ..modules.captioning.gated_conv import NormalisedConv1d
 from .captioner import set_sizes
-from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .fusing_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 from .registries import forget
 
 forget(__name__)

@@ -20,7 +20,7 @@ from ..modules import AttendedLSTM, Modality
 from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES
 from ..modules.sequences.attended_lstm import AttendedLSTMState
 from .captioner import set_sizes
-from .plain_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .fusing_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
 from .registries import forget
 
 forget(__name__)

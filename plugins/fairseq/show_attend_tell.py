@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..modules import Modality, ShowAttendTell
 from ..modules.captioning.show_attend_tell import ShowAttendTellState
 from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, set_sizes
-from .plain_captioner import CaptionerDecoder
+from .fusing_captioner import CaptionerDecoder
 from .registries import forget
 
 forget(__name__)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from attn_plugins.modules import DeformableConv2d
-from attn_plugins.modules.common.capture import Captured, remember_calls
+from attn_plugins.modules.common.capture import Captured, record_calls
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tools.pictures import open_picture
 
@@ -125,7 +125,7 @@ def follow_picture(
     picture = np.asarray(open_picture(image))
     kinds, calls = (DeformableConv2d, GeneralizedAttention2d), list[Captured]()
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
-    with remember_calls(layers, calls.append):
+    with record_calls(layers, calls.append):
         result = inference_detector(model, str(image))
     deformable = [call for call in calls if isinstance(call.layer, DeformableConv2d)]
     if not deformable:

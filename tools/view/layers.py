@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from attn_plugins.modules.common.capture import Captured, attention_layers, remember_calls
+from attn_plugins.modules.common.capture import Captured, attention_layers, record_calls
 from attn_plugins.modules.tokens.deformable_attention import SampledAttention
 from attn_plugins.ops.deformable_attention.deformable_attention import shapes_on_host
 
@@ -69,7 +69,7 @@ def capture(model: nn.Module, patterns: Sequence[str] = ()) -> Iterator[dict[str
         captured.pop(call.name, None)
         captured[call.name] = call
 
-    with remember_calls({name: known[name] for name in chosen_layers(list(known), patterns)}, keep):
+    with record_calls({name: known[name] for name in chosen_layers(list(known), patterns)}, keep):
         yield captured
 
 
@@ -84,8 +84,8 @@ def uniform(call: Captured, queries: Tensor) -> Tensor:
     if getattr(layer, "places", None) is not None:
         layer.places.share_grid(x, blank[0])
     keys = (Captured(call.name, layer, blank, call.keywords).maps(queries)[0] != 0).any(0).flatten(1).sum(1)
-    beside = x.shape[1] - math.prod(call.size) if hasattr(layer, "map_size") else 0  # class tokens and registers
-    return 1 / (keys + beside).clamp(min=1)
+    prefix = x.shape[1] - math.prod(call.size) if hasattr(layer, "map_size") else 0  # class tokens and registers
+    return 1 / (keys + prefix).clamp(min=1)
 
 
 def parts(call: Captured, queries: Tensor) -> dict[str, Tensor]:

@@ -121,12 +121,12 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
         captured.pop(call.name, None)  # order by the last call
         captured[call.name] = call
 
-    with remember_calls(chosen, keep):
+    with record_calls(chosen, keep):
         yield captured
 
 
 @contextmanager
-def remember_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], None]) -> Iterator[None]:
+def record_calls(layers: Mapping[str, nn.Module], keep: Callable[[Captured], None]) -> Iterator[None]:
     """Pass every call of ``layers`` to ``keep`` before it runs."""
 
     def hook(name: str) -> Any:
