@@ -87,6 +87,10 @@ def test_equals_the_formula(bits, mode, attention_range, T, S, biases):
     module = build(bits, mode, attention_range=attention_range, scale=0.6, query_key_bias=biases)
     arguments = inputs(mode, T, S)
     torch.testing.assert_close(module(*arguments), by_loops(module, *arguments))
+    hidden = torch.zeros(2, arguments[-1].shape[1], dtype=torch.bool)
+    hidden[1, {"self": slice(-2, None), "causal": [0, -1], "cross": slice(None)}[mode]] = True
+    expected = by_loops(module, *arguments, padding=hidden)
+    torch.testing.assert_close(module(*arguments, key_padding_mask=hidden), expected)
     if biases and mode == "causal":
         torch.testing.assert_close(in_steps(module, *arguments), module(*arguments))
 
@@ -117,18 +121,6 @@ def test_beside_a_source_padding_changes_nothing_and_steps_are_the_full_pass(bit
         torch.testing.assert_close(maps[..., ~mask[0]], module.attention_maps(query, keys))
     torch.testing.assert_close(in_steps(module, query, keys), full)
     torch.testing.assert_close(in_steps(module, query, keys, sizes=[3, 1, 4]), full)
-
-
-def test_padding_in_the_formula():
-    module, (x,) = build("1111", "causal"), inputs("causal")
-    mask = torch.tensor([[False] * 5, [True, True, False, False, True]])
-    torch.testing.assert_close(module(x, key_padding_mask=mask), by_loops(module, x, padding=mask))
-    module, (x, source) = build("1111", "cross"), inputs("cross")
-    mask = torch.tensor([[True, True, False, False, True, False, False], [True] * 7])
-    output = module(x, source, key_padding_mask=mask)
-    torch.testing.assert_close(output[:1], by_loops(module, x[:1], source[:1], padding=mask, source=2))
-    assert not module.attention_maps(x, source, key_padding_mask=mask)[1].any()
-    torch.testing.assert_close(output[1], module.out_proj.bias.expand(5, -1))
 
 
 def test_bad_input():
