@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from attn_plugins.ops import reference
-from tests.helpers.emulation import NEEDS, error
-from tests.ops.deform_conv.test_emulation import expected_gradients, problem
+from tests.helpers.emulation import NEEDS
+from tests.ops.emulated_backend import NAME as EMULATED
+from tests.ops.test_contract import example
+from tests.ops.test_contract_backends import check
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": (132, 60 << 20)}
@@ -31,33 +32,27 @@ def device(request, monkeypatch):
     return multiprocessors, cache
 
 
-# With 2048 output channels, a block has 256, 432 or 528 pixels.
-@pytest.mark.parametrize("case", [dict(B=6, H=12, W=11), dict(B=1, H=31, W=29)], ids=["chunks", "blocks"])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 4e-6), (torch.float16, 3e-3)], ids=str)
-def test_equals_reference_however_it_is_cut(emulated, one_wave, case, dtype, tolerance):
-    tensors, parameters = problem(C=4, out=2048, kernel=2, padding=0, bias=False, **case)
-    B, out, (Ho, Wo) = tensors[0].shape[0], tensors[2].shape[0], tensors[1].shape[2:]
-    images, pixels = emulated.cut([*tensors[0].shape, Ho, Wo, 2, 2, out], dtype.itemsize)
-    assert images < B or images * Ho * Wo > pixels  # otherwise the case would not test what it claims
-    grad_output = torch.randn(B, out, Ho, Wo, generator=torch.Generator().manual_seed(1)).bfloat16().double()
-    expected, gradients = expected_gradients(tensors, parameters, grad_output)
-    input, offset, weight, mask = (tensors[i].to(dtype) for i in (0, 1, 2, 4))
-    # Channels-last, so that moving 2048 channels does not dominate the time.
-    input, grad = (t.to(dtype, memory_format=torch.channels_last) for t in (input, grad_output))
-    output = emulated.deform_conv2d(input, offset, weight, None, mask, *parameters)
-    assert error(output, expected) < tolerance
-    results = emulated.deform_conv2d_backward(grad, input, offset, weight, mask, *parameters, True, True, True)
-    for name, result, gradient in zip(("input", "offset", "weight", "mask"), results, gradients):
-        assert error(result, gradient) < tolerance, name
+by = pytest.mark.parametrize("name, backend", [("deform_conv2d", EMULATED)])
+WIDE = dict(C=4, out=2048, kernel=(2, 2), padding=(0, 0), groups=1, D=1)  # a block has 256, 432 or 528 pixels
 
 
+@by
+@pytest.mark.parametrize("case", [dict(B=6, map=(12, 11)), dict(B=1, map=(31, 29))], ids=["chunks", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_equals_reference_however_it_is_cut(name, backend, emulated, one_wave, case, dtype):
+    some = example(name, dtype=dtype, **WIDE, **case)
+    B, C, H, W = some.tensors["input"].shape
+    images, pixels = emulated.cut([B, C, H, W, H - 1, W - 1, 2, 2, WIDE["out"]], dtype.itemsize)
+    assert images < B or images * (H - 1) * (W - 1) > pixels  # otherwise the case would not test what it claims
+    some.tensors["input"] = some.tensors["input"].to(memory_format=torch.channels_last)
+    check(some, backend, dtype)
+
+
+@by
 @pytest.mark.parametrize("B, size", [(3, 33), (5, 17)], ids=["blocks of an image", "images of a block"])
-def test_planes_however_they_are_cut(emulated, one_wave, B, size):
+def test_planes_however_they_are_cut(name, backend, one_wave, B, size):
     """Contiguous maps of 1024 and of 256 pixels: products write the result directly."""
-    tensors, parameters = problem(B=B, C=4, H=size, W=size, out=2048, kernel=2, padding=0, bias=False)
-    expected = reference.deform_conv2d(*tensors, *map(tuple, parameters[:3]))
-    output = emulated.deform_conv2d(*(None if t is None else t.float() for t in tensors), *parameters)
-    assert error(output, expected) < 4e-6
+    check(example(name, **WIDE, B=B, map=(size, size)), backend, torch.float32)
 
 
 def test_cuts_of_random_problems(emulated, device):
