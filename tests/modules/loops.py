@@ -35,6 +35,12 @@ def encode(offset: float, width: int, wavelength: float = 10000) -> np.ndarray:
     return np.array([*map(math.sin, angles), *map(math.cos, angles)])
 
 
+def zhu_logit(bits: str, q: Any, k: Any, u: Any, v: Any, R: Any) -> Any:
+    """Add up the terms of Zhu et al. (2019), Eq. 2, that ``bits`` select: ε1 q·k, ε2 q·R, ε3 u·k and ε4 v·R."""
+    terms = (q, k), (q, R), (u, k), (v, R)
+    return sum((a * b).sum(-1) for bit, (a, b) in zip(bits, terms) if bit == "1")
+
+
 def predicted_logits(
     values: np.ndarray,
     taps: Sequence[int | None],

@@ -11,7 +11,7 @@ from torch import nn
 
 from attn_plugins.modules import GeneralizedAttention2d, capture_attention
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import encode
+from tests.modules.loops import encode, zhu_logit
 
 SETTINGS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 VARIANTS: list[dict[str, Any]] = [
@@ -51,7 +51,8 @@ def attention_in_loops(module, x, context=None):
     key = heads(module.key_conv, k) if e1 or e3 else None
     value = heads(module.value_conv, k)
     B, (Hq, Wq), (Hk, Wk) = x.shape[0], z.shape[2:], k.shape[2:]
-    logits = torch.zeros(B, M, Hq, Wq, Hk, Wk, dtype=torch.float64)
+    u, v = (module.appr_bias.view(M, d) if e3 else None), (module.geom_bias.view(M, d) if e4 else None)
+    R, logits = None, torch.zeros(B, M, Hq, Wq, Hk, Wk, dtype=torch.float64)
     width, magnitude = module.position_embedding_dim, module.position_magnitude
     for hq, wq, hk, wk in itertools.product(range(Hq), range(Wq), range(Hk), range(Wk)):
         dy, dx = hk * ks - hq * qs, wk * ks - wq * qs
@@ -62,15 +63,8 @@ def attention_in_loops(module, x, context=None):
             rows, columns = (torch.from_numpy(encode(offset * magnitude, width)) for offset in (dy, dx))
             R = module.appr_geom_fc_y.weight @ rows
             R = (R + module.appr_geom_fc_x.weight @ columns).view(M, d)
-        logit = torch.zeros(B, M, dtype=torch.float64)
-        if e1:
-            logit = logit + (q[..., hq, wq] * key[..., hk, wk]).sum(-1)
-        if e2:
-            logit = logit + (q[..., hq, wq] * R).sum(-1)
-        if e3:
-            logit = logit + (module.appr_bias.view(M, d) * key[..., hk, wk]).sum(-1)
-        if e4:
-            logit = logit + (module.geom_bias.view(M, d) * R).sum(-1)
+        at_query, at_key = (None if t is None else t[..., y, x] for t, y, x in ((q, hq, wq), (key, hk, wk)))
+        logit = zhu_logit(module.attention_type, at_query, at_key, u, v, R)
         logits[:, :, hq, wq, hk, wk] = logit * module.scale
     weights = logits.flatten(4).softmax(-1).nan_to_num(0).view_as(logits)
     mixed = torch.zeros(B, M, d, Hq, Wq, dtype=torch.float64)

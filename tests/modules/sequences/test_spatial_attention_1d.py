@@ -11,7 +11,7 @@ import torch
 
 from attn_plugins.modules import MultiheadAttention, MultiheadSpatialAttention, SequenceCache
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import attend, encode
+from tests.modules.loops import attend, encode, zhu_logit
 
 BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]
@@ -46,28 +46,22 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
     e1, e2, e3, e4 = (bit == "1" for bit in module.attention_type)
     q = module.q_proj(query).numpy() if e1 or e2 else None
     k = module.k_proj(key).numpy() if e1 or e3 else None
-    v = module.v_proj(value).numpy()
+    values = module.v_proj(value).numpy()
 
     def logit(b, head, t, s):
-        offset, m, total = s - source - t, head.start // d, 0.0
+        offset, m = s - source - t, head.start // d
         if module.attention_range != -1 and abs(offset) > (module.attention_range - 1) / 2:
             return -np.inf
-        if e2 or e4:
-            R = (module.position_proj.weight.numpy() @ encode(offset, C))[head]
-        if e1:
-            total += q[b, t, head] @ k[b, s, head]
-        if e2:
-            total += q[b, t, head] @ R
-        if e3:
-            total += module.content_bias[m].numpy() @ k[b, s, head]
-        if e4:
-            total += module.position_bias[m].numpy() @ R
-        return module.scale * total
+        R = (module.position_proj.weight.numpy() @ encode(offset, C))[head] if e2 or e4 else None
+        u = module.content_bias[m].numpy() if e3 else None
+        v = module.position_bias[m].numpy() if e4 else None
+        at_query, at_key = (None if x is None else x[b, i, head] for x, i in ((q, t), (k, s)))
+        return module.scale * zhu_logit(module.attention_type, at_query, at_key, u, v, R)
 
     def logits(b, head, t, keys):
         return [logit(b, head, t, s) for s in keys]
 
-    return attend(module, (B, T, S), logits, lambda b, head, t, s: v[b, s, head], padding)
+    return attend(module, (B, T, S), logits, lambda b, head, t, s: values[b, s, head], padding)
 
 
 BOTH = zip(BITS, cycle(MODES), cycle([-1, 5, -1, 1]))

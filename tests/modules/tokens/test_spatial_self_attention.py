@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attn_plugins.modules import SpatialSelfAttention
 from tests.helpers.module_inputs import OUTSIDE
-from tests.modules.loops import encode, predicted_logits
+from tests.modules.loops import encode, predicted_logits, zhu_logit
 
 GRID = (3, 4)
 N, C, M = 12, 8, 2
@@ -42,8 +42,7 @@ def nonlocal_logits(layer, x, m, i, seen) -> list[float]:
 
 def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Tensor:
     """Compute Eq. 2 key by key and head by head. The first ``prefix`` tokens have no position."""
-    bits = [bit == "1" for bit in layer.attention_type]
-    d, scale = C // M, (C // M) ** -0.5
+    bits, d, scale = layer.attention_type, C // M, (C // M) ** -0.5
     q, k, v = (
         x @ w.T + b for x, w, b in zip((query, key, value), layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3))
     )
@@ -59,20 +58,15 @@ def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Te
                     y, x = i - prefix, j - prefix
                     dy, dx = x // GRID[1] - y // GRID[1], x % GRID[1] - y % GRID[1]
                     near.append(reach is None or not placed or max(abs(dy), abs(dx)) <= reach)
-                    logit, added = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-                    if bits[0]:
-                        logit = q[b, i, part] @ k[b, j, part]
-                    if placed and (bits[1] or bits[3]):
+                    R = torch.zeros(d, dtype=torch.float64)  # without a position of its own
+                    if placed and (bits[1] == "1" or bits[3] == "1"):
                         rows, columns = (torch.from_numpy(encode(offset, C)) for offset in (dy, dx))
                         R = (layer.row_table.weight @ rows + layer.column_table.weight @ columns)[part]
-                    if placed and bits[1]:
-                        added = added + q[b, i, part] @ R
-                    if bits[2]:
-                        added = added + layer.saliency[part] @ k[b, j, part]
-                    if placed and bits[3]:
-                        added = added + layer.position[part] @ R
-                    logit = scale * (logit + (layer.gate[m] * added if any(bits[1:]) else 0))
-                    logits.append(logit)
+                    u, v_ = (None if t is None else t[part] for t in (layer.saliency, layer.position))
+                    given = q[b, i, part], k[b, j, part], u, v_, R
+                    added = layer.gate[m] * zhu_logit("0" + bits[1:], *given) if "1" in bits[1:] else 0
+                    logit = scale * (zhu_logit(bits[0], *given) + added)
+                    logits.append(torch.as_tensor(logit, dtype=torch.float64))
                 seen = [near[j] and (padding is None or not padding[b, j]) for j in range(prefix + N)]
                 if layer.kernel_size is not None:
                     more = [0.0] * (prefix + N)
