@@ -32,7 +32,8 @@ template <typename T>
 void product(const Tensor& result, const Tensor& left, const Tensor& right, bool add, double scale) {
   Problem<T> p;
   p.B = result.size(0), p.M = result.size(1), p.N = result.size(2);
-  p.rows = result.size(3), p.depth = left.size(4), p.columns = result.size(4);
+  p.rows = result.size(3), p.columns = result.size(4);
+  p.depth = scale == 0 ? 0 : left.size(4);  // as BLAS: factors are not read then, which may be infinite
   p.left = View<T>(left), p.right = View<T>(right), p.result = View<T>(result);
   p.scale = T(scale), p.add = add;
   using Range = void (*)(const Problem<T>&, int64_t, int64_t);

@@ -1,8 +1,8 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
-them. It is computed as batched matrix products around one softmax, on any device (``eager``) and with C++ kernels on CPUs
-(``cpu``), or by Triton kernels (``triton``).
+them. It is computed as batched matrix products around one softmax, PyTorch's (``eager``) or on CPUs our own (``cpu``), or
+by Triton kernels (``triton``).
 """
 
 from __future__ import annotations

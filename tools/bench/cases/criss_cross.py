@@ -17,7 +17,7 @@ from .flex import blocks, flex
 MODULES = {"cpu": ((1, 512, 97, 97), (2, 512, 64, 64)), "cuda": ((1, 512, 97, 97), (2, 512, 97, 97), (8, 512, 64, 64))}
 # (B, M, H, W, d, dv), with position logits
 OPERATORS = ((1, 1, 97, 97, 64, 512), (2, 8, 64, 64, 64, 64))
-GOALS = {"cpu": 1.5, "cuda": 1.3}  # on CUDA against the fastest peer, which is compiled; 2.5 against the eager one
+GOALS = {"cpu": 1.8, "cuda": 1.3}  # on CUDA against the fastest peer, which is compiled; 2.5 against the eager one
 
 
 class Projections(nn.Module):
@@ -114,7 +114,8 @@ def cases(device: str) -> list[Case]:
         C = shape[1]
         peers = compiled({"mmcv": lambda C=C: mmcv(C), "einsum": lambda C=C: Plain(C)}, device)
         main = shape[:2] == (2, 512)
-        for title, make in (("module", ours), ("operator and projections", Operator)):
+        makers = {"module": ours, **({"operator and projections": Operator} if device == "cuda" else {})}
+        for title, make in makers.items():
             rows += problem(
                 f"{title}, {shape}", device, normal(shape), lambda make=make, C=C: make(C), peers, goals=goals,
                 main=main and title == "module",
