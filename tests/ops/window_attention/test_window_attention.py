@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,32 +12,21 @@ from torch import Tensor
 
 from attn_plugins.ops import backend, explain, reference, window_attention
 from attn_plugins.ops.common import library
+from tests.ops.contract_examples import EXAMPLES
+from tests.ops.test_contract import example
+from tests.ops.test_contract_backends import GEOMETRIES
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
-LOGITS = ["content", "position", "both"]
+NAMES = [n for n in EXAMPLES if n.startswith("window_attention")]
+BOTH, DOUBLE = NAMES[0], torch.float64
 
 
-def operands(
-    size=(5, 7), kernel=(3, 3), logits="both", *, batch=2, heads=3, d=4, dv=5, stride=(1, 1), dtype=torch.float64,
-    device="cpu", grad=True,
-) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:  # fmt: skip
-    grid = tuple(-(-n // s) for n, s in zip(size, stride))
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(batch, heads, *shape, dtype=dtype, device=device, requires_grad=grad)
-
-    content = logits in ("content", "both")
-    return (
-        draw(*grid, d) if content else None,
-        draw(*size, d) if content else None,
-        draw(*size, dv),
-        draw(*grid, math.prod(kernel)) if logits in ("position", "both") else None,
-    )
-
-
-def by_loops(query, key, value, position, kernel, stride, padding, dilation, zero_border, scale) -> Tensor:
+def by_loops(
+    value, kernel, stride, padding, dilation, zero_border, query=None, key=None, position_logits=None
+) -> Tensor:
     """Compute the definition for every query, tap and channel separately."""
     B, M, H, W, dv = value.shape
+    position = None if position_logits is None else position_logits.expand(B, M, *position_logits.shape[2:])
     grid = (query if position is None else position).shape[2:4]
     output = value.new_zeros(B, M, *grid, dv)
     for b, m, y, x in itertools.product(range(B), range(M), range(grid[0]), range(grid[1])):
@@ -49,7 +39,7 @@ def by_loops(query, key, value, position, kernel, stride, padding, dilation, zer
                 continue
             logit = 0.0 if position is None else position[b, m, y, x, i * kernel[1] + j].item()
             if query is not None and inside:
-                logit += scale * sum(
+                logit += 0.7 * sum(
                     query[b, m, y, x, n].item() * key[b, m, r, c, n].item() for n in range(query.shape[-1])
                 )
             pairs.append((logit, value[b, m, r, c] if inside else value.new_zeros(dv)))
@@ -59,23 +49,19 @@ def by_loops(query, key, value, position, kernel, stride, padding, dilation, zer
     return output
 
 
-GEOMETRIES = [  # kernel, stride, padding, dilation
-    ((3, 3), (1, 1), (1, 1), (1, 1)),
-    ((1, 5), (1, 2), (0, 2), (1, 1)),
-    ((5, 3), (2, 3), (4, 2), (2, 2)),
-    ((2, 4), (1, 1), (1, 3), (1, 1)),
-    ((3, 3), (2, 2), (0, 0), (1, 3)),
-    ((3, 9), (1, 1), (1, 4), (1, 1)),  # wide enough for the CPU's kernel of position logits alone
-]
-
-
 @pytest.mark.parametrize("border", ["exclude", "zero"])
-@pytest.mark.parametrize("logits", LOGITS)
-@pytest.mark.parametrize("kernel, stride, padding, dilation", GEOMETRIES)
-def test_reference_is_the_formula(kernel, stride, padding, dilation, logits, border):
-    terms = operands((4, 5), kernel, logits, batch=1, heads=2, stride=stride, grad=False)
-    expected = by_loops(*terms, kernel, stride, padding, dilation, border == "zero", 0.7)
-    output = reference.window_attention(*terms, kernel, stride, padding, dilation, border, 0.7)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extents", [{}, *GEOMETRIES], ids=str)
+def test_reference_is_the_formula(extents, name, border):
+    extents = dict(kernel=(3, 3), stride=(1, 1), options={}) | extents
+    kernel, stride, options = (extents[n] for n in ("kernel", "stride", "options"))
+    dilation = options.get("dilation", (1, 1))
+    padding = options.get("padding", tuple(n // 2 * step for n, step in zip(kernel, dilation)))
+    some = example(name, "tiny", dtype=DOUBLE, **{**extents, "options": {**options, "border": border}})
+    with backend("reference"):
+        output = some.call(**some.tensors)
+    expected = by_loops(**some.tensors, kernel=kernel, stride=stride, padding=padding, dilation=dilation,
+                        zero_border=border == "zero")  # fmt: skip
     torch.testing.assert_close(output, expected)
 
 
@@ -103,23 +89,23 @@ def test_position_logits_alone_over_strided_heads(kernel, padding, border, dv):
 @pytest.mark.parametrize("geometry", [dict(dilation=10**9), dict(stride=10**9), dict(padding=2 * 10**9)])
 def test_windows_far_beyond_the_map(geometry):
     """The kernel's packed rows would be as long as the windows reach."""
-    terms = operands((4, 5))
-    output = window_attention(*terms, 3, **geometry)
-    grads = torch.autograd.grad(output.sum(), terms)
+    terms = example(BOTH, "tiny", map=(4, 5)).tensors.values()
+    call = partial(window_attention, *terms, 3, **geometry)
+    leaves = [t.requires_grad_() for t in terms]
+    actual = call(), *torch.autograd.grad(call().sum(), leaves)
     with backend("reference"):
-        expected = window_attention(*terms, 3, **geometry)
-    torch.testing.assert_close(output, expected)
-    for gradient, other in zip(grads, torch.autograd.grad(expected.sum(), terms)):
-        torch.testing.assert_close(gradient, other)
+        expected = call(), *torch.autograd.grad(call().sum(), leaves)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert "a row of 5" in explain(window_attention, *terms, 3, **geometry).refusals["cpu"]
 
 
 @needs_kernel
 def test_a_workspace_smaller_than_all_heads():
     """Sixteen heads' weights exceed the workspace of 2^23 elements and four heads' do not; the gradients agree."""
-    terms = operands((40, 129), (9, 9), batch=1, heads=4, d=2, dv=3, dtype=torch.float32)
+    sizes = dict(B=1, M=4, map=(44, 129), kernel=(9, 9), d=2, dv=3)
+    terms = [t.expand(1, 4, -1, -1, -1).requires_grad_() for t in example(BOTH, **sizes).tensors.values()]
     big = [None if t is None else t.detach().repeat(1, 4, 1, 1, 1).requires_grad_() for t in terms]
-    grad = torch.randn(1, 4, 40, 129, 3)
+    grad = torch.randn(1, 4, 44, 129, 3)
     few = torch.autograd.grad(window_attention(*terms, 9), terms, grad)
     many = torch.autograd.grad(window_attention(*big, 9), big, grad.repeat(1, 4, 1, 1, 1))
     for a, b in zip(few, many):
@@ -127,7 +113,7 @@ def test_a_workspace_smaller_than_all_heads():
 
 
 def test_sequences_are_maps_of_one_row():
-    terms = operands((1, 9), (1, 5))
+    terms = example(BOTH, map=(1, 9), kernel=(1, 5)).tensors.values()
     flat = [t.squeeze(2) for t in terms]
     torch.testing.assert_close(
         window_attention(*flat, 5, dilation=2, border="zero"),
@@ -135,28 +121,15 @@ def test_sequences_are_maps_of_one_row():
     )
 
 
-def test_masked_windows_and_extreme_logits():
-    query, key, value, position = operands((3, 4), grad=False)
-    position[0, 0, 1, 2] = -math.inf
-    position.requires_grad_()
-    output = window_attention(query, key, value, position, 3)
-    assert not output[0, 0, 1, 2].any()
-    output.sum().backward()
-    assert position.grad.isfinite().all()
-    assert not position.grad[0, 0, 1, 2].any()
-    large = torch.full((1, 1, 2, 2, 9), 3e4)
-    large[..., 4] = 6e4
-    one = torch.randn(1, 1, 2, 2, 3)
-    torch.testing.assert_close(window_attention(None, None, one, large, 3), one)
-    # A query beyond the map has no keys.
-    beyond = window_attention(None, None, one, torch.zeros(1, 1, 2, 6, 9), 3)
-    assert beyond[:, :, :, :3].any()
-    assert not beyond[:, :, :, 3:].any()
+def test_queries_beyond_the_map_have_no_keys():
+    output = window_attention(None, None, torch.randn(1, 1, 2, 2, 3), torch.zeros(1, 1, 2, 6, 9), 3)
+    assert output[:, :, :, :3].any()
+    assert not output[:, :, :, 3:].any()
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
 def test_position_logits_outside_the_map_are_not_read(bad):
-    terms = operands((5, 7), grad=False)
+    terms = list(example(BOTH).tensors.values())
     outside = torch.ones(5, 7, 9, dtype=torch.bool)
     for tap, (dy, dx) in enumerate(itertools.product((-1, 0, 1), repeat=2)):
         outside[max(0, -dy) : 5 - max(0, dy), max(0, -dx) : 7 - max(0, dx), tap] = False
@@ -166,6 +139,3 @@ def test_position_logits_outside_the_map_are_not_read(bad):
         output = window_attention(*given, 3)
         results.append([output, *torch.autograd.grad(output.square().sum(), given)])
     torch.testing.assert_close(*results, rtol=0, atol=0)
-
-
-# --- limits of the CUDA kernels -------------------------------------------------------------------------------------
