@@ -23,8 +23,9 @@ OUTSIDE = [
 ]
 
 
-def drawn(module: nn.Module, std: float = 0.7) -> nn.Module:
-    """Draw every parameter at random; return the module."""
+def drawn(module: nn.Module, std: float = 0.7, seed: int = 0) -> nn.Module:
+    """Draw every parameter at random, always the same; return the module. What is drawn next is the same as well."""
+    torch.manual_seed(seed)
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
     return module

@@ -35,7 +35,6 @@ class Computed(TorchDispatchMode):
 @pytest.fixture(params=LAYERS)
 def call(request):
     """Return a layer, and its input's shape for a map of any size."""
-    torch.manual_seed(0)
     width = inputs(request.param)[0][0].shape[-1 if request.param.startswith("Window") else 1]
     shape = (lambda H, W: (2, H, W, width)) if request.param.startswith("Window") else lambda H, W: (2, width, H, W)
     return drawn(VARIANTS[request.param](**LAYERS[request.param]), 0.5), shape

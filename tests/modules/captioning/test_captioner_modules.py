@@ -20,30 +20,25 @@ MASK = torch.tensor([[False] * 4, [False, True, False, True], [False, False, Fal
 BOTH = ("visual", "semantic")
 
 
-def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return drawn(module, 0.4).to(dtype)
-
-
 class Decoder:
     """A common interface to the three modules: ``run(words, sources, state)``."""
 
-    def __init__(self, name: str, dtype=torch.float64, names=BOTH, **options) -> None:
+    def __init__(self, name: str, names=BOTH, **options) -> None:
         self.name, self.names = name, ("visual",) if name == "show_attend_tell" else names
         build = {
             "show_attend_tell": lambda: ShowAttendTell(C, D, N, A, **options),
             "lstm": lambda: AttendedLSTM(C, names, 2, **options),
             "conv": lambda: GatedConvBlock(C, 3, names, **options),
         }[name]
-        self.module = randomised(build(), dtype)
+        self.module = drawn(build(), 0.4).double()
 
-    def inputs(self, dtype=torch.float64):
+    def inputs(self):
         """Return words, a source of 4 positions with some padding, and a source of 3."""
         torch.manual_seed(1)
         width = D if self.name == "show_attend_tell" else C
-        visual = Modality(torch.randn(B, S, width, dtype=torch.float64).to(dtype), MASK)
-        semantic = Modality(torch.randn(B, 3, width, dtype=torch.float64).to(dtype))
-        return torch.randn(B, T, C, dtype=torch.float64).to(dtype), {"visual": visual, "semantic": semantic}
+        visual = Modality(torch.randn(B, S, width, dtype=torch.float64), MASK)
+        semantic = Modality(torch.randn(B, 3, width, dtype=torch.float64))
+        return torch.randn(B, T, C, dtype=torch.float64), {"visual": visual, "semantic": semantic}
 
     def run(self, words, sources, state=None):
         if self.name == "show_attend_tell":

@@ -27,13 +27,8 @@ C, HEADS, WIDTH = 6, 3, 8
 F = {"identity": lambda x: x, "relu": lambda x: np.maximum(x, 0), "tanh": np.tanh, "sigmoid": sigmoid}
 
 
-def randomised(module: nn.Module, dtype=torch.float64) -> nn.Module:
-    torch.manual_seed(0)
-    return drawn(module, 0.5).to(dtype)
-
-
-def block(fusion="entangled", dtype=torch.float64, **options) -> MultimodalDecoderBlock:
-    return randomised(MultimodalDecoderBlock(C, HEADS, WIDTH, fusion=fusion, **options), dtype)
+def block(fusion="entangled", **options) -> MultimodalDecoderBlock:
+    return drawn(MultimodalDecoderBlock(C, HEADS, WIDTH, fusion=fusion, **options), 0.5).double()
 
 
 def modalities(B=2, dtype=torch.float64) -> tuple[Modality, Modality]:
@@ -129,7 +124,7 @@ def test_activations_of_the_gate(activation):
 
 @torch.no_grad()
 def test_encoder_equals_the_formulas():
-    module = randomised(DualWayEncoder(5, C, 2, HEADS, WIDTH))
+    module = drawn(DualWayEncoder(5, C, 2, HEADS, WIDTH), 0.5).double()
     regions, attributes = torch.randn(2, 4, 5, dtype=torch.float64), modalities()[1].features
     mask = modalities()[0].padding_mask
     encoded = module(regions, attributes, mask)
@@ -141,7 +136,7 @@ def test_encoder_equals_the_formulas():
             for attention, ffn in stack.layers:
                 tokens = [feed_forward(ffn, guided(attention, x, tokens)) for x in tokens]
             torch.testing.assert_close(modality.features[b, kept], torch.from_numpy(np.array(tokens)))
-    without = randomised(DualWayEncoder(5, C, 0, HEADS, WIDTH))
+    without = drawn(DualWayEncoder(5, C, 0, HEADS, WIDTH), 0.5).double()
     projected, same = without(regions, attributes)
     torch.testing.assert_close(
         projected.features[1, 2], torch.from_numpy(linear(without.projection, regions[1, 2].numpy()))

@@ -16,10 +16,8 @@ from tests.helpers.module_inputs import OUTSIDE, drawn
 from tests.modules.loops import predicted_logits, softmax
 
 
-def build(kind, *, dtype=torch.float64, **options) -> nn.Module:
-    torch.manual_seed(0)
-    module = kind(**{"in_channels": 6, "reduction": 2, "kernel_size": 3, **options}).to(dtype)
-    return drawn(module)
+def build(kind, **options) -> nn.Module:
+    return drawn(kind(6, dtype=torch.float64, **{"reduction": 2, "kernel_size": 3, **options}))
 
 
 @torch.no_grad()

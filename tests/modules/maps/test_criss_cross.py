@@ -14,12 +14,6 @@ from tests.helpers.module_inputs import drawn
 from tests.modules.loops import softmax
 
 
-def build(position="relative", *, size=(4, 5), dtype=torch.float64, **options) -> CrissCrossAttention2d:
-    torch.manual_seed(0)
-    module = CrissCrossAttention2d(6, **{"reduction": 2, "position": position, "input_size": size, **options})
-    return drawn(module).to(dtype)
-
-
 @torch.no_grad()
 def by_loops(module: CrissCrossAttention2d, image: torch.Tensor) -> torch.Tensor:
     """Compute the definition for every query and key separately."""
@@ -42,7 +36,7 @@ def by_loops(module: CrissCrossAttention2d, image: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("position", ["none", "relative"])
 @pytest.mark.parametrize(("size", "scale"), [((4, 5), 1.0), ((6, 3), 0.3), ((1, 4), 0.3), ((4, 1), 1.0), ((1, 1), 0.3)])
 def test_equals_the_formula(position, size, scale):
-    module = build(position, size=size, scale=scale)
+    module = drawn(CrissCrossAttention2d(6, 2, position, size, scale=scale, dtype=torch.float64))
     image = torch.randn(1, 6, *size, dtype=torch.float64)
     torch.testing.assert_close(module(image), by_loops(module, image))
 

@@ -26,7 +26,6 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 def build(attention_type="1111", in_channels=8, num_heads=2, dtype=torch.float64, **options):
-    torch.manual_seed(0)
     return drawn(GeneralizedAttention2d(in_channels, num_heads, attention_type, dtype=dtype, **options), 0.4)
 
 

@@ -40,9 +40,7 @@ CASES += [(SIZES[2][0], mode, options) for mode in MODES
 
 
 def build(axes=2, mode="embedded_gaussian", *, dtype=torch.float64, **options) -> nn.Module:
-    torch.manual_seed(0)
-    module = KINDS[axes](6, mode=mode, **options)
-    return drawn(module).to(dtype)
+    return drawn(KINDS[axes](6, mode=mode, **options)).to(dtype)
 
 
 def places(size):
@@ -180,7 +178,6 @@ def mmcv_pair(axes, mode, sub_sample, norm=False, **options) -> tuple[nn.Module,
     options = dict(mode=mode, sub_sample=sub_sample, **options)
     norm_cfg = dict(type=f"BN{axes}d" if axes != 2 else "BN") if norm else None
     theirs = getattr(non_local, f"NonLocal{axes}d")(8, norm_cfg=norm_cfg, **options)
-    torch.manual_seed(0)
     return drawn(theirs, 0.3).double(), KINDS[axes](8, norm_layer=NORMS[axes] if norm else None, **options).double()
 
 

@@ -16,15 +16,13 @@ KERNELS = [(3, False), (21, False), (1, True), (4, True), (11, True)]
 CASES = [(*choice, *KERNELS[(n + more) % 5]) for n, choice in enumerate(CHOICES) for more in (0, 3)]
 
 
-def build(*, dtype=torch.float64, **options) -> BilateralSelfAttention:
-    torch.manual_seed(0)
-    module = BilateralSelfAttention(**{"embed_dim": 6, "num_heads": 3, "kernel_size": 3, **options}).to(dtype)
-    return drawn(module)
+def build(**options) -> BilateralSelfAttention:
+    return drawn(BilateralSelfAttention(6, 3, dtype=torch.float64, **{"kernel_size": 3, **options}))
 
 
-def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:
+def tokens() -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(B, T, 6, dtype=dtype)
+    return torch.randn(2, 7, 6, dtype=torch.float64)
 
 
 @torch.no_grad()

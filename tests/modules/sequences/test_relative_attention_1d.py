@@ -13,15 +13,13 @@ from tests.helpers.module_inputs import drawn
 from tests.modules.loops import attend
 
 
-def build(*, dtype=torch.float64, **options) -> RelativeSelfAttention:
-    torch.manual_seed(0)
-    module = RelativeSelfAttention(**{"embed_dim": 6, "num_heads": 3, "max_distance": 2, **options}).to(dtype)
-    return drawn(module)
+def build(**options) -> RelativeSelfAttention:
+    return drawn(RelativeSelfAttention(6, 3, dtype=torch.float64, **{"max_distance": 2, **options}))
 
 
-def tokens(T=7, B=2, dtype=torch.float64) -> torch.Tensor:
+def tokens() -> torch.Tensor:
     torch.manual_seed(1)
-    return torch.randn(B, T, 6, dtype=dtype)
+    return torch.randn(2, 7, 6, dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -17,18 +17,16 @@ BITS = ["".join(bits) for bits in itertools.product("01", repeat=4)]
 MODES = ["self", "causal", "cross"]
 
 
-def build(bits="1111", mode="self", *, dtype=torch.float64, **options) -> MultiheadSpatialAttention:
-    torch.manual_seed(0)
+def build(bits="1111", mode="self", **options) -> MultiheadSpatialAttention:
     if mode == "cross":
         options.setdefault("kdim", 5)
-    module = MultiheadSpatialAttention(6, 3, bits, causal=mode == "causal", **options).to(dtype)
-    return drawn(module)
+    return drawn(MultiheadSpatialAttention(6, 3, bits, causal=mode == "causal", dtype=torch.float64, **options))
 
 
-def inputs(mode, T=5, S=7, B=2, dtype=torch.float64) -> tuple[torch.Tensor, ...]:
+def inputs(mode, T=5, S=7, B=2) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(1)
-    query = torch.randn(B, T, 6, dtype=dtype)
-    return (query, torch.randn(B, S, 5, dtype=dtype)) if mode == "cross" else (query,)
+    query, source = torch.randn(B, T, 6, dtype=torch.float64), torch.randn(B, S, 5, dtype=torch.float64)
+    return (query, source) if mode == "cross" else (query,)
 
 
 def in_steps(module, query, *keys, sizes=None, cache=None, **options) -> torch.Tensor:

@@ -17,7 +17,6 @@ S = 30
 
 
 def module(**options) -> MultiScaleDeformableAttention:
-    torch.manual_seed(0)
     made = MultiScaleDeformableAttention(
         12, 3, 2, 2, **{"dropout": 0.0, "batch_first": True, "dtype": torch.float64, **options}
     )

@@ -29,9 +29,7 @@ CASES = [  # map, window, shift
 
 
 def layer(dtype=torch.float64, **options) -> WindowSelfAttention:
-    torch.manual_seed(0)
-    module = WindowSelfAttention(C, M, dtype=dtype, **options)
-    return drawn(module, 0.5).eval()
+    return drawn(WindowSelfAttention(C, M, dtype=dtype, **options), 0.5).eval()
 
 
 def tokens(size, dtype=torch.float64, B=2) -> Tensor:
