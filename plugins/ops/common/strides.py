@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T", Tensor, "Tensor | None")
@@ -26,3 +27,13 @@ def strides(tensor: Tensor | None, axes: int = 4) -> tuple[int, ...]:
     if tensor is None:
         return (0,) * axes
     return tuple(0 if size == 1 else stride for size, stride in zip(tensor.shape[:axes], tensor.stride()))
+
+
+def memory_format(like: Tensor) -> torch.memory_format:
+    """Return channels-last if (B, C, H, W) is that and not contiguous as well, as with C = 1 or H = W = 1.
+
+    Nothing else decides it, but for ``is_channels_last`` of ``csrc/common/tensor_ops.h``, which is the same rule.
+    """
+    if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
+        return torch.channels_last
+    return torch.contiguous_format

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..common.arguments import check_dim, check_tensors, expand
 from ..common.operator import Operator
+from ..common.strides import memory_format
 from . import cpu, cuda, eager, onnx, torchvision
 from .operands import Options, Terms
 
@@ -159,14 +160,13 @@ def _results(terms: Terms, options: Options) -> tuple[Tensor]:
     """Return an uninitialised output."""
     input, offset, weight, *_ = terms
     shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
-    layout = eager.memory_format(input)
-    return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=layout),)
+    return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format(input)),)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
     """Return an uninitialised gradient in the kernels' memory format."""
     if name == "input":
-        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=eager.memory_format(term))
+        return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=memory_format(term))
     return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)
 
 

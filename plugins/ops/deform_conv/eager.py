@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..common.backends import Backend, Gradients, never
 from ..common.gradients import gradients_by_image
+from ..common.strides import memory_format
 from . import reference
 from .operands import Options, Terms
-
-
-def memory_format(like: Tensor) -> torch.memory_format:
-    """Return channels-last if ``like`` is, unless it is contiguous as well (the rule of ``deform_conv.h``)."""
-    if not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format
 
 
 def forward(terms: Terms, options: Options) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..common import backends, library
 from ..common.arguments import at_least_float32
 from ..common.backends import Backend, Gradients
-from . import eager
+from ..common.strides import memory_format
 from .operands import Options, Terms
 
 NAME = "torchvision"
@@ -68,7 +68,7 @@ def _arguments(terms: Terms, options: Options) -> tuple[Any, ...]:
 
 def forward(terms: Terms, options: Options) -> Tensor:
     output = torch.ops.torchvision.deform_conv2d(*_arguments(terms, options))
-    return output.to(terms.input.dtype, memory_format=eager.memory_format(terms.input))
+    return output.to(terms.input.dtype, memory_format=memory_format(terms.input))
 
 
 def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
@@ -89,7 +89,7 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
 def _like(term: Tensor, grad: Tensor, name: str) -> Tensor:
     """Return a contiguous gradient in its term's dtype and in the layout that compiled graphs count on."""
     if name == "input":
-        return grad.to(term.dtype, memory_format=eager.memory_format(term))
+        return grad.to(term.dtype, memory_format=memory_format(term))
     if name == "weight" or term.is_contiguous():
         return grad.to(term.dtype)
     return torch.empty_like(term).copy_(grad)
