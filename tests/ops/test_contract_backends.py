@@ -141,6 +141,10 @@ GEOMETRIES = [  # of windows
     dict(map=(6, 7), kernel=(3, 3), stride=(2, 2), options=dict(padding=(0, 0), dilation=(1, 3))),
     dict(map=(1, 130), kernel=(3, 9), options=dict(border="exclude")),
     dict(map=(1, 1), kernel=(3, 3)),
+    # Wide kernels have one of their own for position logits alone, unless a stride or a dilation is not 1.
+    dict(map=(5, 9), kernel=(3, 7)),
+    *(dict(map=(5, 9), kernel=(3, 7), stride=stride) for stride in ((2, 1), (1, 2))),
+    *(dict(map=(5, 9), kernel=(3, 7), options=dict(dilation=dilation)) for dilation in ((2, 1), (1, 2))),
 ]
 EXTENTS: dict[str, list[dict]] = {
     "global_attention": GLOBAL,
