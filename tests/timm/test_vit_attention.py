@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import logging
 
 import pytest
@@ -102,30 +101,14 @@ def test_pictures_of_other_sizes():
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "attn_vit_tiny_patch16_224"])
-def test_features_copies_and_pickles(name):
+def test_features_and_copies(name):
     options = {} if name.startswith("attn") else dict(attn_layer="attn1111")
     model = open_gates(timm.create_model(name, **options, **SMALL).eval())
     features = timm.create_model(name, features_only=True, out_indices=(0, 1), **options, **SMALL)
     assert [tuple(f.shape) for f in features(picture())] == [(2, 32, 3, 4)] * 2
-    expected, twin, file = model(picture()), copy.deepcopy(model), io.BytesIO()
+    twin = copy.deepcopy(model)
     assert all(layer.places.model is twin for layer in layers_of(twin))
     assert type(layers_of(twin)[0]) is type(layers_of(model)[0])
-    torch.testing.assert_close(twin(picture()), expected)
-    torch.save(model, file)
-    file.seek(0)
-    torch.testing.assert_close(torch.load(file, weights_only=False)(picture()), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["attn_bilateral", "attn1111", "attn_range7"])
-def test_compiled_exported_and_half(name):
-    model = open_gates(build(name))
-    expected = model(picture())
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(picture()), expected, rtol=1e-3, atol=1e-4)
-    exported = torch.export.export(model, (picture(),)).module()
-    torch.testing.assert_close(exported(picture()), expected, rtol=1e-4, atol=1e-4)
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(model(picture()).float(), expected, rtol=0.2, atol=0.2)
 
 
 @pytest.mark.slow
