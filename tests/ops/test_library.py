@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attn_plugins.ops import backend, deform_conv2d, deformable_attention, explain, window_attention
 from attn_plugins.ops.common import backends, library, triton_launch
 from attn_plugins.ops.deform_conv import cuda, deform_conv
+from attn_plugins.ops.deform_conv import torchvision as by_torchvision
 from attn_plugins.ops.window_attention.operands import Options
 from attn_plugins.ops.window_attention.operands import Terms as WindowTerms
 from attn_plugins.ops.window_attention.window_attention import ATTEND
@@ -22,6 +23,7 @@ WORDS = (
     "the CUDA binary has no code for Ancient 7 of compute capability 6.1 (no kernel image is available for execution "
     "on the device): reinstall with TORCH_CUDA_ARCH_LIST=6.1 to compile it"
 )
+needs_torchvision = pytest.mark.skipif(not find_spec("torchvision"), reason="torchvision is not installed")
 BORROWED = "torchvision's kernels" if find_spec("torchvision") else "its PyTorch implementation"
 
 
@@ -101,6 +103,25 @@ def test_explain_says_so(gpus):
             choice = explain(operator, *args)
             assert choice.serves not in ("cpu", "cuda"), operator
             assert choice.refusals["cuda"] == WORDS, operator
+
+
+@pytest.mark.parametrize(
+    "operator, second",
+    [(window_attention, "triton"), (deformable_attention, "triton"),
+     pytest.param(deform_conv2d, "torchvision", marks=needs_torchvision)],
+    ids=lambda given: getattr(given, "__name__", given),
+)  # fmt: skip
+def test_what_serves_cuda_where_no_binary_does(operator, second, monkeypatch):
+    missing, refusal = backends.Failure("there is no _C_cuda binary"), library.refusal
+    monkeypatch.setattr(library, "refusal", lambda device, kind: missing if kind == "cuda" else refusal(device, kind))
+    monkeypatch.setattr(triton_launch, "_refusal", lambda index: None)
+    with FakeTensorMode():
+        choice = explain(operator, *calls()[operator])
+        assert (choice.serves, choice.refusals["cuda"]) == (second, missing)
+        monkeypatch.setattr(triton_launch, "_refusal", lambda index: "triton is not installed")
+        monkeypatch.setattr(by_torchvision, "_missing", lambda key: "torchvision is not installed")
+        choice = explain(operator, *calls()[operator])
+        assert (choice.serves, choice.refusals[second]) == ("eager", f"{second} is not installed")
 
 
 def test_a_forced_backend_says_so(gpus):

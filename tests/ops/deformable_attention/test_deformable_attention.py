@@ -1,4 +1,4 @@
-"""Deformable attention: its definition in loops, and its behaviour in torch."""
+"""Deformable attention: its definition in loops, numbers that are not finite by each backend, points and shapes."""
 
 from __future__ import annotations
 
@@ -7,104 +7,91 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attn_plugins import ops
 from attn_plugins.ops import deformable_attention
-from tests.helpers.operator_checks import DEVICES, relative_error
+from tests.helpers import triton_checks
+from tests.helpers.emulation import NEEDS
+from tests.helpers.operator_checks import DEVICES
+from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.deformable_attention.operands import SHAPES, by_loops, operands
+from tests.ops.emulated_backend import NAME as EMULATED
+from tests.ops.test_contract import FIRST, example, forced
 
-BACKENDS = ["cpu", "eager", "reference"]
-CASES = {
-    "levels": {},
-    "one level, one pixel": dict(shapes=((1, 1),), queries=3),
-    "one head": dict(heads=1, d=16, queries=5),
-    "a width of no vector": dict(d=5),
-    "a width of many vectors": dict(d=72, batch=1, queries=2, heads=2),
-    "many queries": dict(shapes=((3, 2),), queries=300, K=1, heads=2, batch=1),  # more than a task, and packed
-    "far beside the map": dict(margin=1e7, batch=1),
-}
+by = pytest.mark.parametrize(
+    "name, backend, device",
+    [
+        *(("deformable_attention", backend, "cpu") for backend in ("cpu", "eager", "reference")),
+        pytest.param("deformable_attention", "triton", triton_checks.DEVICE, marks=triton_checks.needs_triton),
+        pytest.param("deformable_attention", EMULATED, "cpu", marks=[pytest.mark.slow, *NEEDS]),
+        pytest.param("deformable_attention", FIRST, "cuda", marks=pytest.mark.cuda),
+    ],
+)
+INF, NAN = float("inf"), float("nan")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES)
-def test_definition(case, backend):
-    torch.manual_seed(0)
-    value, locations, weights = operands(**CASES[case], grad=False)
-    shapes = CASES[case].get("shapes", SHAPES)
-    with ops.backend(backend):
-        output = deformable_attention(value, shapes, locations, weights)
+@pytest.mark.parametrize(
+    "extents", [{}, dict(levels=((1, 1),)), dict(M=1, d=16), dict(levels=((3, 2),), K=1), dict(far=1e7)], ids=str
+)
+def test_reference_is_the_formula(extents):
+    some = example("deformable_attention", dtype=torch.float64, **extents)
+    terms, shapes = some.tensors.values(), extents.get("levels", SHAPES)
+    with ops.backend("reference"):
+        output = some.call(**some.tensors)
+    value, locations, weights = terms
     torch.testing.assert_close(output, by_loops(value, shapes, locations, weights))
 
 
-def by_grid_sample(value: Tensor, shapes, locations: Tensor, weights: Tensor) -> Tensor:
-    """Compute deformable attention with torch's grid_sample, level by level."""
-    B, _, M, d = value.shape
-    Q = weights.shape[1]
-    output, first = 0, 0
-    for level, (H, W) in enumerate(shapes):
-        maps = value[:, first : first + H * W].permute(0, 2, 3, 1).reshape(B * M, d, H, W)
-        grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1  # (B * M, Q, K, 2)
-        samples = F.grid_sample(maps, grid, align_corners=False).view(B, M, d, Q, -1)
-        output = output + torch.einsum("bmdqk,bqmk->bqmd", samples, weights[:, :, :, level])
-        first += H * W
-    return output.flatten(2)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("case", CASES)
-def test_grid_sample_gives_the_same_with_its_gradients(case, dtype, device):
-    if case == "far beside the map" and dtype == torch.float32:
-        pytest.skip("grid_sample rounds such positions on another way")
-    torch.manual_seed(1)
-    terms = operands(**CASES[case], dtype=dtype, device=device)
-    shapes = CASES[case].get("shapes", SHAPES)
-    output = deformable_attention(terms[0], shapes, *terms[1:])
-    expected = by_grid_sample(terms[0], shapes, *terms[1:])
-    torch.testing.assert_close(output, expected)
-    gradient = torch.randn_like(output)
-    bound = 1e-12 if dtype == torch.float64 else 2e-5
-    pairs = zip(torch.autograd.grad(output, terms, gradient), torch.autograd.grad(expected, terms, gradient))
-    assert all(relative_error(a, b) < bound for a, b in pairs)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_at_a_whole_pixel_the_derivative_is_that_to_its_right(backend):
+@by
+def test_at_a_whole_pixel_the_derivative_is_that_to_its_right(name, backend, device):
     """Interpolation has a kink where a new module's sampling offsets lie; beyond the map, the derivative is 0."""
-    value = torch.tensor([1.0, 3.0, 10.0, 30.0], dtype=torch.float64).view(1, 4, 1, 1)
-    #                      on every pixel; one pixel left and one right of the map; far to the left
-    x = (torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, 4.0, -2.0], dtype=torch.float64) + 0.5) / 4
+    value = torch.tensor([1.0, 3.0, 10.0, 30.0], device=device).view(1, 4, 1, 1)
+    #                 on every pixel; one pixel left and one right of the map; far to the left
+    x = (torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, 4.0, -2.0], device=device) + 0.5) / 4
     locations = torch.stack((x, torch.full_like(x, 0.5)), -1).view(1, 7, 1, 1, 1, 2).requires_grad_()
-    weights = torch.ones(1, 7, 1, 1, 1, dtype=torch.float64)
-    with ops.backend(backend):
-        output = deformable_attention(value, ((1, 4),), locations, weights)
+    with forced(backend):
+        output = deformable_attention(value, ((1, 4),), locations, torch.ones_like(locations[..., 0]))
         output.sum().backward()
     assert output.flatten().tolist() == [1, 3, 10, 30, 0, 0, 0]
     assert (locations.grad[..., 0].flatten() / 4).tolist() == [2, 7, 20, -30, 1, 0, 0]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_is_read_for_nan_or_beside_the_map(backend):
-    value = torch.full((1, 4, 1, 2), float("inf"))
-    locations = torch.tensor([[float("nan"), 0.5], [0.5, float("nan")], [3.0, 0.5], [float("inf"), 0.5], [-1e30, 0.5]])
-    terms = (value, ((2, 2),), locations.view(1, 5, 1, 1, 1, 2), torch.ones(1, 5, 1, 1, 1))
-    with ops.backend(backend):
-        assert not deformable_attention(*terms).any()
+@by
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+def test_nothing_is_read_for_nan_or_beside_the_map(name, backend, device):
+    """Nor do they have gradients; a weight that is not finite multiplies 0."""
+    value = torch.full((1, 4, 1, 2), INF, device=device, requires_grad=True)
+    places = torch.tensor([[NAN, 0.5], [0.5, NAN], [3.0, 0.5], [INF, 0.5], [-1e30, 0.5]], device=device)
+    places = places.view(1, 5, 1, 1, 1, 2).requires_grad_()
+    weights = torch.ones(1, 5, 1, 1, 1, device=device, requires_grad=True)
+    with forced(backend):
+        output = deformable_attention(value, ((2, 2),), places, weights)
+        grads = torch.autograd.grad(output.sum(), (value, places, weights))
+        infinite = deformable_attention(value, ((2, 2),), places, torch.full_like(weights, INF))
+    assert not any(t.any() for t in (output, *grads))
+    assert infinite.isnan().all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_is_not_hidden(weight, backend):
-    """Beside the map, it multiplies 0."""
-    value, locations, weights = operands(grad=False, margin=0.6)
-    weights[:, ::2, 1, 1, 0] = weight
-    expected = by_grid_sample(value, SHAPES, locations, weights).isfinite()
-    with ops.backend(backend):
-        output = deformable_attention(value, SHAPES, locations, weights)
-    assert torch.equal(output.isfinite(), expected)
-    assert not expected[:, ::2, 4:8].any()
+@by
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
+@pytest.mark.parametrize("spoilt", ["weights", "pixels", "corners"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("d", [4, 5, 32])
+def test_numbers_that_are_not_finite_spoil_their_own_samples_alone(name, backend, device, d, bad, spoilt):
+    """This includes the borders, where pixels inside substitute for those outside."""
+    some = example(name, "small", device, torch.float32, d=d, Q=8, far=1.5)
+    value, _, weights = some.tensors.values()
+    if spoilt == "weights":
+        weights[:, ::2, 1, 1, 0] = bad
+    else:  # corners of the first two levels
+        value[0, [0, 6, 34, 35, 46] if spoilt == "corners" else 10] = bad
+    with ops.backend("reference"):
+        expected = some.call(**{n: t.cpu().double() for n, t in some.tensors.items()})
+    with forced(backend):
+        output = some.call(**some.tensors)
+    assert 0 < expected.isfinite().sum() < expected.numel()
+    assert same_where_finite(output.cpu(), expected, 1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
