@@ -43,6 +43,11 @@ def environment(monkeypatch):
     return hold
 
 
+def complete(toolkit: str, *without: str) -> dict[str, str]:
+    """Return an old version of each distribution of a toolkit."""
+    return {line.name: "0.1" for line in packages.lines_of(toolkit) if line.name not in without}
+
+
 @pytest.mark.parametrize("toolkit", TOOLKITS)
 def test_files_list_the_dependencies_of_what_is_installed_alone(toolkit):
     lines = packages.lines_of(toolkit)
@@ -64,9 +69,7 @@ def test_every_toolkit_ends_with_known_checks():
 
 
 def test_only_what_is_missing_is_installed(environment, pip):
-    lines = packages.lines_of("mm")
-    there = {line.name: "0.1" for line in lines if line.name not in ("addict", "onedl-mmdetection")}
-    environment(there, {"mmcv": "onedl-mmcv"})
+    environment(complete("mm", "addict", "onedl-mmdetection"), {"mmcv": "onedl-mmcv"})
     assert command.main(["mm"], dry_run=True) == 0
     assert pip == []
     command.install("mm", None, dry_run=False)
@@ -75,8 +78,7 @@ def test_only_what_is_missing_is_installed(environment, pip):
 
 @pytest.mark.parametrize("build", ["opencv-python", "opencv-contrib-python-headless"])
 def test_any_build_of_opencv_serves(environment, pip, build):
-    there = {line.name: "0.1" for line in packages.lines_of("mm") if line.name != "opencv-python-headless"}
-    environment({**there, build: "4.12"}, {"mmcv": "onedl-mmcv", "cv2": build})
+    environment({**complete("mm", "opencv-python-headless"), build: "4.12"}, {"mmcv": "onedl-mmcv", "cv2": build})
     command.install("mm", None, dry_run=False)
     assert pip == []
 
@@ -103,14 +105,13 @@ def test_any_build_of_opencv_serves(environment, pip, build):
     ],
 )
 def test_extension_modules_that_do_not_run_are_installed_again(environment, pip, toolkit, results, asked):
-    there = {line.name: "0.1" for line in packages.lines_of(toolkit)}
-    environment(there, {"mmcv": "onedl-mmcv", "fairseq": "fairseq-fixed"}, results)
+    environment(complete(toolkit), {"mmcv": "onedl-mmcv", "fairseq": "fairseq-fixed"}, results)
     command.install(toolkit, None, dry_run=False)
     assert pip == asked
 
 
 def test_one_that_still_does_not_run_is_an_error(environment, pip):
-    environment({line.name: "0.1" for line in packages.lines_of("mm")}, {"mmcv": "onedl-mmcv"}, [False, False])
+    environment(complete("mm"), {"mmcv": "onedl-mmcv"}, [False, False])
     with pytest.raises(InstallError, match="mmcv was installed but does not run: undefined symbol"):
         command.install("mm", None, dry_run=False)
 
@@ -145,7 +146,7 @@ def test_torch_is_needed_first(monkeypatch, pip, versions, toolkit, message):
 
 
 def test_a_missing_compiler_is_named_before_anything_is_fetched(environment, pip, monkeypatch):
-    environment({line.name: "0.1" for line in packages.lines_of("fairseq")})
+    environment(complete("fairseq"))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(InstallError, match="'no-such-compiler' is not on the PATH"):
         command.install("fairseq", None, dry_run=False)
@@ -155,8 +156,7 @@ def test_a_missing_compiler_is_named_before_anything_is_fetched(environment, pip
 def test_a_cv2_that_does_not_import_is_named_before_mmcv_is_replaced(environment, pip, monkeypatch, tmp_path):
     (tmp_path / "cv2.py").write_text("raise ImportError('libGL.so.1: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    there = {line.name: "0.1" for line in packages.lines_of("mm")}
-    environment(there, {"mmcv": "onedl-mmcv", "cv2": "opencv-python"}, [False])
+    environment(complete("mm"), {"mmcv": "onedl-mmcv", "cv2": "opencv-python"}, [False])
     with pytest.raises(InstallError, match=r"libGL.so.1.*pip uninstall -y opencv-python && pip install"):
         command.install("mm", None, dry_run=False)
     assert pip == []

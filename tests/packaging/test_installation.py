@@ -19,7 +19,6 @@ import os
 import re
 import shutil
 import subprocess
-import textwrap
 import time
 from pathlib import Path
 
@@ -187,68 +186,39 @@ MODELS = {
     "Mask2Former": '_base_ = "mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py"\n',
 }
 # Runs a config as mmdet's and mmseg's training tools do, on made-up pictures and without pretrained weights.
-MM = textwrap.dedent("""
-    import sys
-    import torch
-    from mmengine.config import Config
-    from mmengine.structures import InstanceData, PixelData
-    from mmengine.optim import build_optim_wrapper
+MM = """
+import sys
+sys.path.append({clone!r})
+from mmengine.config import Config
+from tests.mm.mm_helpers import demo_batch, dictionaries, training_step, without_downloads
 
-    def without_weights(node):
-        if isinstance(node, dict):
-            if isinstance(node.get("init_cfg"), dict) and node["init_cfg"].get("type") == "Pretrained":
-                node["init_cfg"] = None
-            node.pop("pretrained", None)
-            for value in node.values():
-                without_weights(value)
-        elif isinstance(node, (list, tuple)):
-            for value in node:
-                without_weights(value)
-
-    config = Config.fromfile("my_config.py")
-    without_weights(config.model)
-    if config.default_scope == "mmdet":
-        from mmdet.registry import MODELS
-        from mmdet.structures.mask import BitmapMasks
-        from mmdet.structures import DetDataSample as Sample
-        from mmdet.utils import register_all_modules
-    else:
-        from mmseg.registry import MODELS
-        from mmseg.structures import SegDataSample as Sample
-        from mmseg.utils import register_all_modules
-        for name in ("norm_cfg",):
-            for part in (config.model.backbone, config.model.decode_head, config.model.auxiliary_head):
-                part[name] = dict(type="BN")
-        config.model.test_cfg = dict(mode="whole")
-    register_all_modules()
-    for name in ("size", "batch_augments"):  # which enlarge the pictures
-        config.model.data_preprocessor.pop(name, None)
-    model = MODELS.build(config.model)
-    size = (128, 160) if config.default_scope == "mmdet" else (97, 129)
-    sample = Sample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size,
-                                  scale_factor=(1.0, 1.0), flip=False))
-    sample.gt_instances = InstanceData(bboxes=torch.tensor([[10.0, 10, 90, 100]]), labels=torch.tensor([1]))
-    if config.default_scope == "mmdet":
-        masks = torch.zeros(1, *size, dtype=torch.uint8)
-        masks[:, 10:100, 10:90] = 1
-        sample.gt_instances.masks = BitmapMasks(masks.numpy(), *size)
-    else:
-        sample.gt_sem_seg = PixelData(data=torch.zeros(1, *size, dtype=torch.long))
-    pictures = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for _ in range(2)]
-    batch = dict(inputs=pictures, data_samples=[sample, sample.clone()])
-    model.data_preprocessor.size = size if config.default_scope == "mmseg" else None
-    loss = model.train().train_step(batch, build_optim_wrapper(model, config.optim_wrapper))
-    assert all(value.isfinite().all() for value in loss.values()), loss
-    predictions = model.eval().test_step(batch)
-    assert len(predictions) == 2
-    print({name: float(value) for name, value in loss.items()})
-""")
+config = without_downloads(Config.fromfile("my_config.py"))
+toolkit = config.default_scope
+size = (128, 160) if toolkit == "mmdet" else (97, 129)
+if toolkit == "mmdet":
+    from mmdet.registry import MODELS
+    from mmdet.utils import register_all_modules
+else:
+    from mmseg.registry import MODELS
+    from mmseg.utils import register_all_modules
+    config.model.test_cfg, config.model.data_preprocessor.size = dict(mode="whole"), size
+    for node in dictionaries(config.model):
+        node.pop("pretrained", None)
+        if node.get("type") == "SyncBN":  # needs several processes with GPUs
+            node["type"] = "BN"
+register_all_modules()
+config.model.data_preprocessor.pop("batch_augments", None)  # which enlarge the pictures
+model = MODELS.build(config.model)
+batch = demo_batch(toolkit, size, 2, 19)
+training_step(model, config.optim_wrapper, batch)
+assert len(model.eval().test_step(batch)) == 2
+"""
 
 
 def train_and_predict(environment: Environment, models: dict[str, str], suffix: str = "") -> None:
     for name, config in models.items():
         (environment.work / "my_config.py").write_text(config)
-        environment.python(MM, record=f"{name}{suffix}")
+        environment.python(MM.format(clone=str(environment.clone)), record=f"{name}{suffix}")
 
 
 @pytest.mark.parametrize("toolkit", ["openmmlab", "mm"])
