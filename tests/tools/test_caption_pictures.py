@@ -74,9 +74,9 @@ def test_pictures_of_every_kind(captioned, tmp_path, capsys):
     pictures = [given, tmp_path / "more.png", given / "gone.jpg"]
     assert run(captioned, out, *pictures) == 1
     printed = capsys.readouterr()
-    assert f"skipped {given / 'text.jpg'}: cannot be read as a picture: cannot identify image file" in printed.err
-    assert f"skipped {given / 'cut.jpg'}: cannot be read as a picture: image file is truncated" in printed.err
-    assert f"skipped {given / 'gone.jpg'}: no such file" in printed.err
+    for name, reason in (("text", "cannot identify image"), ("cut", "image file is truncated"), ("gone", ".* No such")):
+        skipped = rf"skipped image {name}: {given / name}\.jpg cannot be read as a picture: {reason}"
+        assert re.search(skipped, printed.err)
     good = ["clear", "cmyk", "dot", "grey", "palette", "plain", "strip", "turned", "white", "more"]
     captions = {row["image_id"]: row["caption"] for row in read(out)}
     assert list(captions) == good
@@ -171,7 +171,6 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
         (["--detector", "nowhere.safetensors"], r"weights nowhere\.safetensors: no such file"),
         (of_other_words, "the detector's words, such as 'quark', are not in the vocabulary"),
-        (["--region-checkpoint", "nowhere"], "--region-checkpoint: nowhere does not exist"),
         (["--beam", "0"], "--beam must be at least 1, got 0"),
     ],
 )

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,29 +96,17 @@ def test_without_java_words_are_split_plainly(score, tmp_path, monkeypatch, caps
     assert plain_words("A man's  red hat, (on) a chair ... well-worn!") == "a man's red hat on a chair well-worn"
 
 
-@pytest.mark.parametrize(
-    ("captions", "results", "left_out"),
-    [
-        ({11: CAPTIONS[11]}, {11: "a cat on the grass"}, {"CIDEr-D": "it is undefined: there is only one image"}),
-        (
-            {11: ["a red cat on grass"], 12: ["a red cat on grass"]},
-            dict.fromkeys((11, 12), "a red cat"),
-            {
-                "CIDEr-D": "it is undefined: all 2 images have the same n-grams",
-                "BLEU-4": "undefined: no caption has 4 words",
-            },
-        ),
-    ],
-)
-def test_a_score_that_is_undefined_is_left_out(score, tmp_path, capsys, monkeypatch, captions, results, left_out):
+def test_a_score_that_is_undefined_is_left_out(score, tmp_path, capsys, monkeypatch):
     """The package returns 0, also for captions that are their references."""
     pytest.importorskip("pycocoevalcap", reason=NEEDS)
     monkeypatch.setenv("PATH", "")
-    assert score(results, captions, list(captions)) == 0
+    images = {11: ["a red cat on grass"], 12: ["a red cat on grass"]}
+    assert score(dict.fromkeys(images, "a red cat"), images, images) == 0
     scored, shown = report(tmp_path), capsys.readouterr().out
-    for name, reason in left_out.items():
+    assert scored["left_out"].keys() == {"BLEU-4", "CIDEr-D"}
+    for name, reason in {"BLEU-4": "no caption has 4 words", "CIDEr-D": "all 2 images have the same n-grams"}.items():
         assert name not in scored["scores"]
-        assert reason in scored["left_out"][name]
+        assert scored["left_out"][name].startswith(f"it is undefined: {reason}")
         assert f"{name:8s} left out: {scored['left_out'][name]}" in shown
     assert scored["scores"]["BLEU-3"] > 0
 
@@ -181,6 +170,6 @@ def test_wrong_files_are_named(score, capsys, change, message):
 
 
 def test_the_missing_package_is_named(score, monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "pycocoevalcap.bleu.bleu", None)
     assert score() == 2
     assert "scores need pycocoevalcap, which is not installed: pip install" in capsys.readouterr().err

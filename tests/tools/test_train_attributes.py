@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn_plugins.captioning.region_features import RegionFeatures
 from tests.helpers.captioned_pictures import draw
-from tools.caption.__main__ import main as caption
 from tools.caption.attributes import AttributeDetector, load_detector, noisy_or, noisy_or_loss
 from tools.caption.backbones import TimmBackbone, read_weights
 from tools.pictures import open_picture
@@ -164,20 +162,6 @@ def test_an_interrupted_training_resumes_to_the_same_weights(trained, pictures, 
         torch.testing.assert_close(ends[0][key], ends[1][key])
 
 
-def test_its_backbone_gives_grid_features(trained, pictures, tmp_path, capsys):
-    out = tmp_path / "regions.npz"
-    grid = [str(pictures / "images"), str(out), "--device", "cpu", "--dtype", "float32", "--checkpoint"]
-    weights = str(trained / "best.safetensors")
-    assert caption(["extract", *grid, weights, "--grid", "test_resnet", "--grid-size", "1"]) == 0
-    detector = load_detector(trained / "best.safetensors")
-    picture = detector.backbone.prepare(open_picture(pictures / "images/000005.jpg"))
-    with torch.no_grad():  # at its training size, 64 pixels
-        expected = detector.backbone(picture[None]).mean((2, 3))
-    np.testing.assert_allclose(RegionFeatures(out).regions("000005")["features"], expected, rtol=1e-4, atol=1e-5)
-    assert caption(["extract", *grid, weights, "--grid", "resnet18", "--overwrite"]) == 2
-    assert "holds a test_resnet, but the backbone is a resnet18" in capsys.readouterr().err
-
-
 def test_missing_and_broken_pictures(pictures, tmp_path, capsys):
     folder = tmp_path / "set"
     shutil.copytree(pictures, folder)
@@ -194,7 +178,7 @@ def test_missing_and_broken_pictures(pictures, tmp_path, capsys):
     assert set(json.loads((folder / "attributes.json").read_text())) == {str(n) for n in range(1, 37)} - {"35"}
 
 
-def test_bad_input_is_reported(pictures, tmp_path, capsys):
+def test_bad_input_is_reported(pictures, trained, tmp_path, capsys):
     split = json.loads((pictures / "splits.json").read_text())
     for row in split["images"]:
         row["split"] = {"train": "training"}.get(row["split"], row["split"])
@@ -211,6 +195,10 @@ def test_bad_input_is_reported(pictures, tmp_path, capsys):
         ([*SMALL, "--backbone", "no_such_net"], "must be a model of timm, got 'no_such_net'"),
         ([*SMALL, "--shift", "0.7"], "--shift must be from 0 to 0.5, got 0.7"),
         ([*weighted, "--weights", str(tmp_path / "other.pth")], "other.pth does not fit test_resnet"),
+        (
+            [*weighted, "--weights", str(trained / "best.safetensors"), "--backbone", "resnet18"],
+            "holds a test_resnet, but",
+        ),
         ([*SMALL, "--lr", "1e30", "--epochs", "2"], "the loss is"),
     ]:
         assert tool.main([str(pictures), str(tmp_path / "out"), *options]) == 2

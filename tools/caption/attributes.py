@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tools import files
-from tools.caption.backbones import BadBackbone, TimmBackbone, read_weights
+from tools.caption.backbones import TimmBackbone, read_weights
 
 _LINEAR = -15.0  # below it log softplus(z) is z − exp(z)/2 to float32's precision, and softplus(z) may underflow
 _SMALL = -7.0  # of log s; below it log(1 − exp(−s)) is log s − s/2 + s²/24 to float32's precision
@@ -94,8 +94,7 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     """Load a detector from a file that :meth:`AttributeDetector.save` wrote, in evaluation mode.
 
     Raises:
-        ValueError: the file cannot be read, or holds something else.
-        BadBackbone: the backbone cannot be built.
+        ValueError: the file cannot be read or holds something else, or the backbone cannot be built.
     """
     weights, metadata = read_weights(path)
     missing = [key for key in ("model", "size", "words") if key not in metadata]
@@ -106,7 +105,7 @@ def load_detector(path: Path, device: str | torch.device = "cpu") -> AttributeDe
     try:
         detector.load_state_dict(weights)
     except RuntimeError as error:
-        raise BadBackbone(f"{path} does not fit {metadata['model']}: {error}"[:500]) from error
+        raise ValueError(f"{path} does not fit {metadata['model']}: {error}"[:500]) from error
     return detector.to(device).eval()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,12 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from tools import files
 from tools.model_names import check_model_name
 
 PREFIX = "backbone.model."  # prefix of the backbone's weights in a file of the attribute detector
-
-
-class BadBackbone(ValueError):
-    """A backbone or weights that are unavailable or do not fit."""
 
 
 class TimmBackbone(nn.Module):
@@ -39,11 +33,11 @@ class TimmBackbone(nn.Module):
     def __init__(self, name: str, size: tuple[int, int] | None = None) -> None:
         super().__init__()
         if (wrong := check_model_name(name)) is not None:
-            raise BadBackbone(f"the backbone must be a model of timm, got {wrong}")
+            raise ValueError(f"the backbone must be a model of timm, got {wrong}")
         try:
             self.model = self._built(name, size)
         except (ValueError, NotImplementedError, AssertionError) as error:
-            raise BadBackbone(f"backbone {name} cannot be built for pictures of {size}: {error}") from error
+            raise ValueError(f"backbone {name} cannot be built for pictures of {size}: {error}") from error
         self.name = name
         data = timm.data.resolve_model_data_config(self.model)
         self.size = size or tuple(data["input_size"][1:])
@@ -57,33 +51,29 @@ class TimmBackbone(nn.Module):
                 return timm.create_model(name, num_classes=0, img_size=size)
         return timm.create_model(name, num_classes=0)
 
-    def load_pretrained(self) -> None:
-        """Load timm's own weights, downloading them if they are not cached.
-
-        Raises:
-            BadBackbone: the weights are unavailable.
-        """
-        try:
-            pretrained = timm.create_model(self.name, pretrained=True, num_classes=0)
-            self.model.load_state_dict(pretrained.state_dict())
-        except Exception as error:
-            raise BadBackbone(f"timm's weights of {self.name} are unavailable: {error}") from error
-
-    def load(self, path: Path) -> None:
+    def load(self, path: Path | None, hint: str = "") -> None:
         """Load a file of timm's training, of the attribute detector, or of another dict of tensors.
 
+        None stands for timm's own weights, downloaded if they are not cached; the error without them has ``hint``.
+
         Raises:
-            ValueError: the file cannot be read.
-            BadBackbone: the weights belong to another network.
+            ValueError: the weights are unavailable, cannot be read, or belong to another network.
         """
-        weights, metadata = read_weights(path)
+        if path is None:
+            try:
+                weights, metadata = timm.create_model(self.name, pretrained=True, num_classes=0).state_dict(), {}
+            except Exception as error:
+                raise ValueError(f"timm's weights of {self.name} are unavailable: {error}; {hint}") from error
+        else:
+            weights, metadata = read_weights(path)
         if metadata.get("model", self.name) != self.name:
-            raise BadBackbone(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
+            raise ValueError(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
         own = {key.removeprefix(PREFIX): value for key, value in weights.items() if key.startswith(PREFIX)} or weights
         wanted = self.model.state_dict()
         bad = [key for key, value in wanted.items() if key not in own or own[key].shape != value.shape]
         if bad:
-            raise BadBackbone(f"{path} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
+            what = path or "timm's"
+            raise ValueError(f"{what} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
         self.model.load_state_dict({key: own[key] for key in wanted})
 
     def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
@@ -106,7 +96,7 @@ class TimmBackbone(nn.Module):
         if x.ndim == 4:
             return x if x.shape[1] == C else x.permute(0, 3, 1, 2).contiguous()
         if x.ndim != 3:
-            raise BadBackbone(f"backbone {self.name} must return a feature map, got shape {tuple(x.shape)}")
+            raise ValueError(f"backbone {self.name} must return a feature map, got shape {tuple(x.shape)}")
         x = x[:, getattr(self.model, "num_prefix_tokens", 0) :]
         h, w = getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or (round(x.shape[1] ** 0.5),) * 2
         return x.transpose(1, 2).unflatten(2, (h, w))
@@ -119,15 +109,7 @@ def read_weights(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         if path.suffix == ".safetensors":
             return files.read_weights(path)
-        allowed: Any = getattr(torch.serialization, "safe_globals", contextlib.nullcontext)  # from torch 2.5 on
-        with allowed([argparse.Namespace]):  # the options in timm's checkpoints
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, SafetensorError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"weights {path} cannot be read: {error}") from error
-    except Exception as error:  # from pickle
-        raise ValueError(f"weights {path} cannot be read as tensors alone: {error}") from error
-    for key in ("state_dict", "model"):
-        content = content.get(key, content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"weights {path} must hold a dict of tensors, got {type(content).__name__}")
+        content = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
+    except Exception as error:  # from zip, pickle and timm, also for another content
+        raise ValueError(f"weights {path} cannot be read as tensors alone: {error!r:.300}") from error
     return content, {}

@@ -23,6 +23,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,29 +35,16 @@ from PIL import Image
 
 import attn_plugins.fairseq  # noqa: F401 - registers the task and the models
 from attn_plugins.captioning.caption_files import read_attributes
-from attn_plugins.captioning.region_features import RegionFeatures
 from attn_plugins.fairseq.captioner import CaptionerModel
-from attn_plugins.fairseq.captioning import CaptioningTask
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
 from tools import files
 from tools.caption.attributes import load_detector
 from tools.caption.extract import RecordedExtractor
 from tools.caption.lists import ListedImage, listed_images
-from tools.caption.regions import Regions
-from tools.pictures import BadPicture, open_picture
+from tools.pictures import open_picture
 
 # Another data folder replaces these options of the training.
 FILES = ("splits", "captions", "regions", "attributes", "dictionary")
-
-
-class _Computed(RegionFeatures):
-    """Computed regions of one picture, in place of a file."""
-
-    def __init__(self, own: Regions) -> None:
-        self.own = own
-
-    def regions(self, image_id: Any) -> Regions:
-        return self.own
 
 
 class Captioner:
@@ -85,7 +73,7 @@ class Captioner:
             raise ValueError(f"--detector is needed: the fusion of --path {options.path} is {', '.join(fusions)}")
         self.extractor: RecordedExtractor | None = None
         if fusions != {"semantic"} and self.task.regions is not None:
-            self.extractor = RecordedExtractor(self.task.regions, device, options.region_checkpoint)
+            self.extractor = RecordedExtractor(self.task.regions, device)
             self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
         self.number = self._attribute_number() if self.sees_attributes else 0
         search = GenerationConfig(beam=options.beam, max_len_b=options.max_len, lenpen=options.lenpen)
@@ -112,49 +100,49 @@ class Captioner:
         model.prepare_for_inference_(cfg)
         self.models.append(model)
 
-    def _task(self, path: Path, cfg: Any, another_folder: bool) -> CaptioningTask:
+    def _task(self, path: Path, cfg: Any, another_folder: bool) -> Any:
         another = f"--path {path} was trained on {cfg.data}; --data takes another folder, and all files from it"
         dictionary = Path(cfg.dictionary or Path(cfg.data) / "dict.txt")
         if another_folder and not dictionary.is_file():  # the task would build one from other captions
             raise ValueError(f"the vocabulary {dictionary} does not exist: {another}")
         try:
-            task = tasks.setup_task(cfg)
+            task: Any = tasks.setup_task(cfg)
         except (OSError, ValueError) as error:
             raise ValueError(f"{error}: {another}") from error
-        assert isinstance(task, CaptioningTask)
         task.has_attributes |= self.detector is not None
         return task
 
     def _attribute_number(self) -> int:
         """Return the number of attributes of an image in the data folder."""
         assert self.detector is not None
-        words = self.detector.words
-        if not any(self._known(word) for word in words):
+        words, cfg, file = self.detector.words, self.task.cfg, self.task.attributes_file
+        if not self._indices(words):
             raise ValueError(
                 f"the detector's words, such as {words[0]!r}, are not in the vocabulary, which is of other captions"
             )
-        number = self.task.cfg.max_attributes
-        if self.task.attributes_file is None:
-            return number
-        return min(number, max(map(len, read_attributes(self.task.attributes_file).values()), default=number))
+        numbers = [] if file is None else list(map(len, read_attributes(file).values()))
+        return min(cfg.max_attributes, max(numbers, default=cfg.max_attributes))
 
-    def _known(self, word: str) -> bool:
-        return self.task.dictionary.index(word.lower()) >= self.task.dictionary.nspecial
+    def _indices(self, words: Sequence[str]) -> list[int]:
+        """Return the numbers of words, without those that the dictionary lacks."""
+        numbers = [self.task.dictionary.index(word.lower()) for word in words]
+        return [number for number in numbers if number >= self.task.dictionary.nspecial]
 
     def __call__(self, picture: Image.Image) -> str:
         """Caption a picture in RGB; raise a ValueError if the dictionary has none of its attributes."""
         dictionary, attributes = self.task.dictionary, list[int]()
         if self.sees_attributes:
             assert self.detector is not None
-            words = [word for word, _ in self.detector.predict(picture, self.number)]
-            attributes = [dictionary.index(word.lower()) for word in words if self._known(word)]
+            attributes = self._indices([word for word, _ in self.detector.predict(picture, self.number)])
             if not attributes:
-                raise ValueError(f"none of its {len(words)} attributes is in the dictionary")
+                raise ValueError(f"none of its {self.number} attributes is in the dictionary")
         regions = None if self.extractor is None else self.extractor(picture)
         number = 0 if regions is None else len(regions["boxes"])
         # Without attributes the task passes the end symbol, which carries the batch size.
         image = CaptionedImage("picture", [[]], [""], attributes or [dictionary.eos()], number)
-        dataset = CaptioningDataset([image], None if regions is None else _Computed(regions), dictionary)
+        dataset = CaptioningDataset(
+            [image], None if regions is None else SimpleNamespace(regions=lambda _: regions), dictionary
+        )
         sample = apply_to_sample(lambda tensor: tensor.to(self.device), dataset.collater([dataset[0]]))
         best = self.task.inference_step(self.generator, self.models, sample)[0][0]
         return dictionary.string(best["tokens"].int().cpu())
@@ -183,12 +171,9 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for image in pictures:
         try:
-            if not image.path.is_file():
-                raise BadPicture("no such file")
             caption = captioner(open_picture(image.path))
         except (RuntimeError, ValueError, IndexError) as error:  # BadPicture among them: continue with the others
-            why = f"cannot be read as a picture: {error.__cause__}" if error.__cause__ else str(error)
-            print(f"skipped {image.path}: {why}", file=sys.stderr, flush=True)
+            print(f"skipped image {image.id}: {error}", file=sys.stderr, flush=True)
         else:
             rows.append(dict(image_id=image.id, file_name=str(image.path), caption=caption))
             print(f"{image.path}: {caption}", flush=True)
@@ -210,5 +195,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--beam", type=int, default=3, help="default %(default)s")
     option("--max-len", type=int, default=50, metavar="WORDS", help="default %(default)s")
     option("--lenpen", type=float, default=1.0, help="above 1: longer captions, default %(default)s")
-    option("--region-checkpoint", type=Path, metavar="FILE", help="replaces the checkpoint of the regions")
     option("--device", help="default: cuda where there is one, else cpu")

@@ -5,18 +5,15 @@ r"""Extract region features of a folder of pictures, for the captioner.
     python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json \
         --torchvision fasterrcnn_resnet50_fpn
 
-OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. Two ways:
-
-``--torchvision NAME``   one of torchvision's R-CNNs, such as fasterrcnn_resnet50_fpn
-``--grid NAME``          the last map of a timm backbone, pooled to a grid of cells
+OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. ``--torchvision`` names one of
+torchvision's R-CNNs, ``--grid`` a timm backbone, whose last map is pooled to a grid of cells.
 
 A detector keeps the regions above ``--score-threshold`` after non-maximum suppression within each class, but at least
 the 10 best and at most 100 (as Anderson et al., 2018). Their boxes are refined, and their features are the inputs of
-the classifier (``--feature map``: the mean of the RoI-aligned map).
+the classifier.
 
-Image ids are those of ``--splits`` (Karpathy's file) or ``--captions`` (COCO's format), and only the pictures listed
-there are read; without both, all pictures of the folder are read, and the ids are the file names without suffix. With
-both, ``--captions`` provides file names that are missing in ``--splits``. Pictures that are missing or broken are
+Image ids are those of ``--splits`` (Karpathy's file), and only the pictures listed there are read; without it, all
+pictures of the folder are read, and the ids are the file names without suffix. Pictures that are missing or broken are
 listed with the reason and left out.
 
 OUT also holds the options, by which ``tools.caption caption`` computes the regions of new pictures.
@@ -42,59 +39,50 @@ from tqdm import tqdm
 from attn_plugins.captioning.caption_files import ImageId
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools.caption.lists import ListedImage, listed_images
-from tools.caption.regions import Extractor, Regions, Selection, stored
+from tools.caption.regions import GridRegions, Regions, Selection, TorchvisionRegions, stored
 from tools.pictures import BadPicture, open_picture
 
 TOOL = "tools.caption extract"
 OPTIONS = (  # that change the features
-    "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "feature", "min_regions", "max_regions",
+    "torchvision", "grid", "grid_size", "checkpoint", "no_weights", "min_regions", "max_regions",
     "score_threshold", "nms", "size", "seed", "dtype",
 )  # fmt: skip
 
 
-def make_extractor(options: argparse.Namespace, device: str) -> Extractor:
-    """Return the requested extractor; only its own toolkit is imported."""
-    weights: Any = Path(options.checkpoint) if options.checkpoint else "none" if options.no_weights else "default"
-    size = options.size
+def make_extractor(options: argparse.Namespace, device: str) -> Any:
+    """Return the requested extractor."""
+    weights = options.checkpoint or ("none" if options.no_weights else "default")
+    size = options.size and (options.size[0], options.size[-1])
     if options.grid:
-        from tools.caption.grid_regions import GridRegions
-
-        size = size and (size[0], size[-1])
         return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
-    from tools.caption.torchvision_regions import TorchvisionRegions
-
     selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
-    size = size and (size[0], size[-1] if len(size) > 1 else 1333)
-    return TorchvisionRegions(options.torchvision, selection, weights, options.feature, device, options.seed, size)
+    if size and len(options.size) == 1:
+        size = (size[0], 1333)  # torchvision's own limit of the longer side
+    return TorchvisionRegions(options.torchvision, selection, weights, device, options.seed, size)
 
 
 class RecordedExtractor:
     """Extractor of one picture by the options in a features file, with features in the file's precision.
 
-    A detector's regions may differ in the last digits from the file's, which were computed in batches. ``checkpoint``
-    takes the place of the recorded one; its content is not checked.
+    A detector's regions may differ in the last digits from the file's, which were computed in batches.
 
     Raises:
         ValueError: the file has no options, its checkpoint is missing or has changed, or no extractor can be built.
     """
 
-    def __init__(self, features: RegionFeatures, device: str = "cpu", checkpoint: Path | None = None) -> None:
+    def __init__(self, features: RegionFeatures, device: str = "cpu") -> None:
         self.features, recipe = features, features.recipe or {}
         options = recipe.get("options", {}) if recipe.get("tool") == TOOL else {}
-        if not (options.keys() >= set(OPTIONS) and (options["grid"] or options["torchvision"])):
+        if not options.keys() >= set(OPTIONS):
             raise ValueError(
-                f"{features.path} lacks the options of tools.caption extract --grid or --torchvision, by which the "
-                "regions of a new picture are computed"
+                f"{features.path} lacks the options of {TOOL}, by which the regions of a new picture are computed"
             )
-        path = Path(options["checkpoint"]) if options["checkpoint"] else None
-        if checkpoint is not None and not checkpoint.is_file():
-            raise ValueError(f"--region-checkpoint: {checkpoint} does not exist")
-        if checkpoint is None and path is not None and recipe.get("sha256") != sha256_of(path):
-            what = "has changed" if path.is_file() else "does not exist"
-            raise ValueError(f"the regions in {features.path} are of {path}, which {what}: pass --region-checkpoint")
-        given = {**options, "checkpoint": str(checkpoint)} if checkpoint else options
+        checkpoint = options["checkpoint"] = options["checkpoint"] and Path(options["checkpoint"])
+        if checkpoint and recipe.get("sha256") != sha256_of(checkpoint):
+            what = "has changed" if checkpoint.is_file() else "does not exist"
+            raise ValueError(f"the regions in {features.path} are of {checkpoint}, which {what}: put it back")
         self.dtype = np.dtype(options["dtype"])
-        self.extractor = make_extractor(argparse.Namespace(**given), device)
+        self.extractor = make_extractor(argparse.Namespace(**options), device)
 
     def __call__(self, picture: Image.Image) -> Regions:
         """Compute the regions of a picture in RGB; raise a ValueError if they are not finite or of another width."""
@@ -113,7 +101,7 @@ def sha256_of(path: Path) -> str | None:
 class Prepared(Dataset):
     """Pictures prepared for the extractor, or the reason why one is missing."""
 
-    def __init__(self, images: Sequence[ListedImage], extractor: Extractor) -> None:
+    def __init__(self, images: Sequence[ListedImage], extractor: Any) -> None:
         self.images, self.extractor = images, extractor
 
     def __len__(self) -> int:
@@ -121,32 +109,29 @@ class Prepared(Dataset):
 
     def __getitem__(self, index: int) -> tuple[ListedImage, Any, str | None]:
         image = self.images[index]
-        if not image.path.is_file():
-            return image, None, "no such file"
         try:
             return image, self.extractor.prepare(open_picture(image.path)), None
         except BadPicture as error:
-            return image, None, f"cannot be read as a picture: {error.__cause__}"
+            return image, None, str(error)
 
 
 def extracted(
-    images: Sequence[ListedImage], extractor: Extractor, options: argparse.Namespace, skipped: list[str]
+    images: Sequence[ListedImage], extractor: Any, options: argparse.Namespace, skipped: list[ImageId]
 ) -> Iterator[tuple[ImageId, Regions]]:
     """Yield ids and regions of pictures; report those that are left out, and add them to ``skipped``."""
-    loader: Any = DataLoader(
-        Prepared(images, extractor), options.batch_size, num_workers=options.workers, collate_fn=list
-    )
+    prepared = Prepared(images, extractor)
+    loader: Any = DataLoader(prepared, options.batch_size, num_workers=options.workers, collate_fn=list)
     for batch in tqdm(loader, unit="batch"):
-        good = [(image, prepared) for image, prepared, reason in batch if reason is None]
-        reasons = [(image, reason) for image, _, reason in batch if reason is not None]
-        for (image, _), regions in zip(good, extractor([prepared for _, prepared in good]) if good else ()):
+        inputs = [one for _, one, reason in batch if reason is None]
+        regions = iter(extractor(inputs) if inputs else ())
+        for image, _, reason in batch:
             try:
-                yield image.id, stored(regions, np.dtype(options.dtype))
+                if reason is not None:
+                    raise ValueError(reason)
+                yield image.id, stored(next(regions), np.dtype(options.dtype))
             except ValueError as error:
-                reasons.append((image, str(error)))
-        for image, reason in reasons:
-            skipped.append(f"{image.path} (image {image.id}): {reason}")
-            tqdm.write(f"skipped {skipped[-1]}", file=sys.stderr)
+                skipped.append(image.id)
+                tqdm.write(f"skipped image {image.id}: {error}", file=sys.stderr)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -155,13 +140,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"OUT {options.out} already exists: --overwrite replaces it")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
-    images = listed_images(options.images, options.captions, options.splits)
+    images = listed_images(options.images, options.splits)
     extractor = make_extractor(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    chosen, path = {name: getattr(options, name) for name in OPTIONS}, options.checkpoint and Path(options.checkpoint)
-    recipe = dict(tool=TOOL, options=chosen)
-    if path:
-        chosen["checkpoint"], recipe["sha256"] = str(path.resolve()), sha256_of(path)
-    skipped: list[str] = []
+    recipe = dict(tool=TOOL, options={name: getattr(options, name) for name in OPTIONS})
+    if options.checkpoint:
+        recipe["options"]["checkpoint"] = str(options.checkpoint.resolve())
+        recipe["sha256"] = sha256_of(options.checkpoint)
+    skipped: list[ImageId] = []
     write_region_features(options.out, extracted(images, extractor, options, skipped), options.dtype, recipe)
     features = RegionFeatures(options.out)
     print(f"{options.out}: {len(features)} images with regions of {features.feature_dim} channels")
@@ -175,19 +160,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("images", type=Path, metavar="IMAGES", help="folder of the pictures")
     option("out", type=Path, metavar="OUT", help="file of regions, .npz")
-    option("--captions", type=Path, metavar="JSON", help="file in COCO's format with the images' ids")
     option("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--torchvision", metavar="NAME")
     way.add_argument("--grid", metavar="NAME")
     weights = parser.add_mutually_exclusive_group()
     text = "weights instead of the library's own; --grid also takes the attribute detector's"
-    weights.add_argument("--checkpoint", metavar="FILE", help=text)
+    weights.add_argument("--checkpoint", type=Path, metavar="FILE", help=text)
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
     option("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
     text = "--grid: height and width; --torchvision: shorter and longer side; default: the model's own"
     option("--size", type=int, nargs="+", metavar="PIXELS", help=text)
-    option("--feature", choices=("classifier", "map"), default="classifier")
     option("--min-regions", type=int, default=Selection.minimum, help="default %(default)s")
     option("--max-regions", type=int, default=Selection.maximum, help="default %(default)s")
     option("--score-threshold", type=float, default=Selection.threshold, help="default %(default)s")

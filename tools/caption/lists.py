@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,6 @@ def some(images: list[ImageId]) -> str:
     if len(images) == 1:
         return f"image {images[0]}"
     return f"{len(images)} images ({', '.join(map(str, images[:3]))}{', ...' if len(images) > 3 else ''})"
-
-
-def read_names(path: Path) -> dict[ImageId, str]:
-    """Return the file names of the images of a COCO caption file."""
-    rows = read_items(path, "images", id=(int, str), file_name=str)
-    [(twice, number)] = Counter(str(row["id"]) for row in rows).most_common(1) or [("", 0)]
-    if number > 1:
-        raise ValueError(f"{path}: image {twice} is repeated")
-    return {row["id"]: row["file_name"] for row in rows}
 
 
 def read_captions(path: Path) -> dict[ImageId, list[str]]:
@@ -60,47 +50,35 @@ class ListedImage:
     part: str = ""  # 'train', 'val', ...; empty without a split file
 
 
-def listed_images(folder: Path, captions: Path | None = None, splits: Path | None = None) -> list[ListedImage]:
-    """Return the pictures listed in a split file, else those of a caption file, else all of the folder.
+def listed_images(folder: Path, splits: Path | None = None) -> list[ListedImage]:
+    """Return the pictures listed in a split file, else all of the folder.
 
     Args:
         folder: Folder of pictures; those of a split file may also be in the folders of its ``filepath``.
-        captions: COCO's format: ``images`` have ``id`` and ``file_name``.
-        splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``; a missing
-            ``filename`` is looked up in ``captions``.
+        splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``), ``split`` and ``filename``.
 
     Raises:
         ValueError: the folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
     """
     if not folder.is_dir():
         raise ValueError(f"IMAGES {folder}: no such folder")
-    names = {} if captions is None else read_names(captions)
     if splits is not None:
-        images = _of_splits(folder, splits, {str(image): name for image, name in names.items()})
-    elif captions is not None:
-        images = [ListedImage(image, folder / name) for image, name in names.items()]
+        images = []
+        for row in read_splits(splits):
+            if not isinstance(name := row.get("filename"), str):
+                raise ValueError(f"{splits}: image {row['cocoid']} has no filename")
+            nested = folder / str(row.get("filepath", "")) / name
+            images.append(ListedImage(row["cocoid"], nested if nested.is_file() else folder / name, row["split"]))
     else:
         known = Image.registered_extensions()
         images = [ListedImage(path.stem, path) for path in sorted(folder.iterdir()) if path.suffix.lower() in known]
-    source = splits or captions or folder
-    if not images:
-        raise ValueError(f"{source} has no pictures")
+    source = splits or folder
+    if not any(image.path.is_file() for image in images):
+        such = f", such as {images[0].path.name}" if images else ""
+        raise ValueError(f"{folder} has none of the {len(images)} pictures of {source}{such}")
     first: dict[str, ListedImage] = {}
     for image in images:
         other = first.setdefault(str(image.id), image)
         if other is not image:
             raise ValueError(f"{source}: {other.path.name} and {image.path.name} have the same id, {image.id}")
-    if not any(image.path.is_file() for image in images):
-        raise ValueError(f"{folder} has none of the {len(images)} pictures of {source}, such as {images[0].path.name}")
-    return images
-
-
-def _of_splits(folder: Path, splits: Path, names: dict[str, str]) -> list[ListedImage]:
-    images = []
-    for row in read_splits(splits):
-        name = row.get("filename", names.get(str(row["cocoid"])))
-        if not isinstance(name, str):
-            raise ValueError(f"{splits}: image {row['cocoid']} has no filename, and no caption file has it")
-        nested = folder / str(row.get("filepath", "")) / name
-        images.append(ListedImage(row["cocoid"], nested if nested.is_file() else folder / name, row["split"]))
     return images

@@ -20,15 +20,13 @@ and SPICE, which run Java.
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import shutil
 import string
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from attn_plugins.captioning.caption_files import ImageId, has_characters, read_items, words_of
@@ -36,10 +34,9 @@ from attn_plugins.captioning.caption_rewards import DocumentFrequencies
 from tools import files
 from tools.caption.lists import read_captions, read_splits, some
 
-PACKAGE = "pycocoevalcap"
-PTB, PLAIN = "PTBTokenizer", "plain"
-SCORES = {"Bleu": ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4"), "Rouge": ("ROUGE-L",), "Cider": ("CIDEr-D",)}  # by class
-Tokens = Mapping[ImageId, list[str]]  # sentences of each image, with words separated by single spaces
+PTB = "PTBTokenizer"
+BLEU = ("BLEU-1", "BLEU-2", "BLEU-3", "BLEU-4")
+Sentences = Mapping[ImageId, Sequence[str]]
 
 
 @dataclass
@@ -47,10 +44,10 @@ class Report:
     """Result of :func:`evaluate`."""
 
     images: int  # number of scored images
-    scores: dict[str, float] = field(default_factory=dict)  # by name, as fractions (CIDEr-D: 0 to 10)
-    left_out: dict[str, str] = field(default_factory=dict)  # reasons by the name of undefined scores
-    tokenizer: str = PTB  # the standard one, or 'plain'
-    tokenizer_note: str = ""  # why the plain one was used
+    scores: dict[str, float]  # by name, as fractions (CIDEr-D: 0 to 10)
+    left_out: dict[str, str]  # reasons by the name of undefined scores
+    tokenizer: str  # the standard one, or 'plain'
+    tokenizer_note: str  # why the plain one was used
 
 
 def plain_words(sentence: str) -> str:
@@ -58,96 +55,63 @@ def plain_words(sentence: str) -> str:
     return " ".join(filter(None, (word.strip(string.punctuation) for word in sentence.lower().split())))
 
 
-def _ptb(sets: Sequence[Tokens]) -> list[Tokens]:
+def _ptb_words(sentences: Sentences) -> dict[ImageId, list[str]]:
     from pycocoevalcap.tokenizer.ptbtokenizer import PTBTokenizer
 
-    # One run of Java for all sentences, one per line. Java breaks lines at more characters than "\n".
-    given = {
-        (part, image): [dict(caption=" ".join(sentence.split())) for sentence in own]
-        for part, sentences in enumerate(sets)
-        for image, own in sentences.items()
-    }
+    given = {image: [dict(caption=sentence) for sentence in own] for image, own in sentences.items()}
     tokens = PTBTokenizer().tokenize(given)
-    if not any(map(any, tokens.values())) or any(len(tokens[key]) != len(own) for key, own in given.items()):
+    if not any(map(any, tokens.values())) or any(len(tokens[image]) != len(own) for image, own in given.items()):
         raise RuntimeError("it returned another number of sentences than it received, or no words")
-    return [{image: tokens[part, image] for image in sentences} for part, sentences in enumerate(sets)]
+    return tokens
 
 
-def tokenize(*sets: Tokens) -> tuple[list[Tokens], str]:
+def tokenize(*sets: Sentences) -> tuple[list[dict[ImageId, list[str]]], str]:
     """Tokenise each set; return the sets and the reason for using the plain tokeniser, if any."""
-    # Neither tokeniser splits Chinese and Japanese into characters.
-    sets = tuple(
-        {i: [" ".join(words_of(s)) if has_characters(s) else s for s in own] for i, own in sentences.items()}
+    # Neither tokeniser splits Chinese and Japanese into characters; Java breaks lines at more characters than "\n".
+    lines = [
+        {i: [" ".join(words_of(s) if has_characters(s) else s.split()) for s in own] for i, own in sentences.items()}
         for sentences in sets
-    )
+    ]
     note = "there is no java on the PATH"
     if shutil.which("java") is not None:
         try:
-            return _ptb(sets), ""
+            return [_ptb_words(sentences) for sentences in lines], ""
         except (OSError, RuntimeError, ValueError) as error:
-            note = f"PTBTokenizer failed: {error}"
-    return [{image: [plain_words(s) for s in own] for image, own in sentences.items()} for sentences in sets], note
+            note = f"{PTB} failed: {error}"
+    return [{image: list(map(plain_words, own)) for image, own in sentences.items()} for sentences in lines], note
 
 
-def _values(name: str, references: Tokens, results: Tokens) -> list[float]:
-    """Return the scores of one of the package's classes."""
-    scorer = getattr(importlib.import_module(f"{PACKAGE}.{name.lower()}.{name.lower()}"), name)
-    if name == "Bleu":
-        return scorer(4).compute_score(references, results, verbose=0)[0]
-    return [scorer().compute_score(references, results)[0]]
-
-
-def _undefined(name: str, references: Tokens, results: Tokens) -> str:
-    """Return why a score, which the package returns as 0, is undefined, or an empty text."""
-    if name == "CIDEr-D":
-        return DocumentFrequencies.of(references).undefined
-    longest = max(len(caption.split()) for [caption] in results.values())
-    return f"no caption has {name[-1]} words" if name.startswith("BLEU") and longest < int(name[-1]) else ""
-
-
-def evaluate(results: Mapping[ImageId, str], references: Mapping[ImageId, Sequence[str]]) -> Report:
+def evaluate(results: Mapping[ImageId, str], references: Sentences) -> Report:
     """Score one caption for each image against the image's references.
 
     Raises:
         ValueError: a sentence has no words.
         ModuleNotFoundError: the evaluation package is not installed.
     """
-    if importlib.util.find_spec(PACKAGE) is None:
-        install = "pip install '.[captioning]'"
-        raise ModuleNotFoundError(f"scores need {PACKAGE}, which is not installed: {install}")
-    given = {i: list(own) for i, own in references.items()}, {i: [results[i]] for i in references}
+    try:
+        from pycocoevalcap.bleu.bleu import Bleu
+        from pycocoevalcap.cider.cider import Cider
+        from pycocoevalcap.rouge.rouge import Rouge
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "scores need pycocoevalcap, which is not installed: pip install '.[captioning]'"
+        ) from error
+    given = references, {i: [results[i]] for i in references}
     (truth, captions), note = tokenize(*given)
     for what, before, sentences in (("reference", given[0], truth), ("caption", given[1], captions)):
         for image, own in sentences.items():
             if not all(own):
                 raise ValueError(f"image {image}: the {what} {before[image][own.index('')]!r} holds no word")
-    report = Report(len(truth), tokenizer=PLAIN if note else PTB, tokenizer_note=note)
-    for scorer, names in SCORES.items():
-        for name, value in zip(names, _values(scorer, truth, captions)):
-            if reason := _undefined(name, truth, captions):
-                report.left_out[name] = f"it is undefined: {reason}"
-            else:
-                report.scores[name] = float(value)
-    return report
-
-
-def read_references(path: Path) -> dict[ImageId, list[str]]:
-    """Read the captions of every image of a COCO caption file, none of which may be empty."""
-    references = read_captions(path)
-    for image, own in references.items():
-        if not all(map(str.strip, own)):
-            raise ValueError(f"{path}: image {image}: an empty caption")
-    return references
-
-
-def read_split(path: Path, part: str) -> list[ImageId]:
-    """Read the ids of the images of ``part`` in Karpathy's file, which must have some."""
-    rows = read_splits(path)
-    chosen = [row["cocoid"] for row in rows if row["split"] == part]
-    if not chosen:
-        counts = ", ".join(f"{name} ({count})" for name, count in Counter(row["split"] for row in rows).items())
-        raise ValueError(f"{path} has no images in {part!r}; its parts: {counts or 'none'}")
-    return chosen
+    values = dict(zip(BLEU, Bleu(4).compute_score(truth, captions, verbose=0)[0]))
+    values["ROUGE-L"], values["CIDEr-D"] = (kind().compute_score(truth, captions)[0] for kind in (Rouge, Cider))
+    # The package returns 0 for what is undefined.
+    longest = max(len(caption.split()) for [caption] in captions.values())
+    reasons = {name: f"no caption has {n} words" for n, name in enumerate(BLEU, 1) if longest < n}
+    if reason := DocumentFrequencies.of(truth).undefined:
+        reasons["CIDEr-D"] = reason
+    scores = {name: float(value) for name, value in values.items() if name not in reasons}
+    left_out = {name: f"it is undefined: {reason}" for name, reason in reasons.items()}
+    return Report(len(truth), scores, left_out, "plain" if note else PTB, note)
 
 
 def read_results(path: Path) -> dict[ImageId, str]:
@@ -157,10 +121,14 @@ def read_results(path: Path) -> dict[ImageId, str]:
         image = row["image_id"]
         if image in results:
             raise ValueError(f"{path}: image {image} has two results, {results[image]!r} and {row['caption']!r}")
-        if not row["caption"].strip():
-            raise ValueError(f"{path}: image {image}: an empty caption")
-        results[image] = row["caption"]
+        results[image] = _filled(path, image, row["caption"])
     return results
+
+
+def _filled(path: Path, image: ImageId, caption: str) -> str:
+    if not caption.strip():
+        raise ValueError(f"{path}: image {image}: an empty caption")
+    return caption
 
 
 def match(
@@ -171,13 +139,20 @@ def match(
     Ids may be numbers in one file and text in another. ``skip`` leaves out images without a result, with a message.
 
     Raises:
-        ValueError: an image is unknown, or has no result or no references.
+        ValueError: an image is unknown, or has no result or no references, or the split has no images.
     """
-    references = read_references(captions_file)
+    texts = read_captions(captions_file)
+    references = {image: [_filled(captions_file, image, text) for text in own] for image, own in texts.items()}
     known = {str(image): image for image in references}
     results = {known.get(str(image), image): caption for image, caption in read_results(results_file).items()}
-    wanted = [known.get(str(image), image) for image in read_split(*split)] if split else list(references)
-    for file, images in ((results_file, list(results)), (split[0] if split else "", wanted)):
+    wanted = list(references)
+    if split is not None:
+        rows = read_splits(split[0])
+        wanted = [known.get(str(row["cocoid"]), row["cocoid"]) for row in rows if row["split"] == split[1]]
+        if not wanted:
+            parts = ", ".join(f"{name} ({n})" for name, n in Counter(row["split"] for row in rows).items())
+            raise ValueError(f"{split[0]} has no images in {split[1]!r}; its parts: {parts or 'none'}")
+    for file, images in ((results_file, list(results)), (split and split[0], wanted)):
         if unknown := [image for image in images if image not in references]:
             raise ValueError(f"{file}: {some(unknown)} that {captions_file} does not know")
     if bare := [image for image in wanted if not references[image]]:

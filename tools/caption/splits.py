@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
+from attn_plugins.captioning.caption_files import read_items
 from tools import files
-from tools.caption.lists import read_captions, read_names, some
+from tools.caption.lists import read_captions, some
 
 PARTS = ("train", "val", "test")
 
@@ -27,7 +29,6 @@ PARTS = ("train", "val", "test")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.add_argument("data", type=Path, metavar="DATA")
-    parser.add_argument("--captions", type=Path, metavar="JSON", help="default: DATA/captions.json")
     parser.add_argument(
         "--shares", type=float, nargs=3, metavar=tuple(map(str.upper, PARTS)), default=(80.0, 10.0, 10.0),
         help="shares of the images, in any unit; that of TEST may be 0 (default: 80 10 10)",
@@ -45,8 +46,11 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--seed must be 0 or more, got {options.seed}")
     if out.exists() and not options.overwrite:
         raise ValueError(f"{out} already exists: --overwrite replaces it")
-    path = options.captions or options.data / "captions.json"
-    names, captions = read_names(path), read_captions(path)
+    path = options.data / "captions.json"
+    rows = read_items(path, "images", id=(int, str), file_name=str)
+    if twice := [image for image, number in Counter(str(row["id"]) for row in rows).items() if number > 1]:
+        raise ValueError(f"{path}: image {twice[0]} is repeated")
+    names, captions = {row["id"]: row["file_name"] for row in rows}, read_captions(path)
     described = {image for image, own in captions.items() if any(map(str.strip, own))}
     images = sorted(described, key=str)  # the order of the file does not matter
     counts = [max(1, round(len(images) * share / sum(shares))) if share else 0 for share in shares]

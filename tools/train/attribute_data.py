@@ -73,7 +73,7 @@ class Data:
         captions = _found("captions", options.captions, folder / "captions.json")
         pictures = options.images or (folder / "images" if (folder / "images").is_dir() else folder)
         self.splits = splits
-        self.images = listed_images(pictures, captions, splits)
+        self.images = listed_images(pictures, splits)
         missing = [image for image in self.images if not image.path.is_file()]
         if missing and not options.skip_invalid_samples:
             raise ValueError(

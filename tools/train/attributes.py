@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from tools import command_parser, files
 from tools.caption.attributes import AttributeDetector, load_detector, noisy_or, noisy_or_loss, top
-from tools.caption.backbones import BadBackbone, TimmBackbone
+from tools.caption.backbones import TimmBackbone
 from tools.pictures import BadPicture
 from tools.train.attribute_data import Data, Pictures, average_precision, collate, frequent_words, labels
 
@@ -102,15 +102,9 @@ class Training:
             self.rows = state["rows"]
 
     def _first_weights(self, backbone: TimmBackbone) -> None:
-        if self.options.weights is not None:
-            backbone.load(self.options.weights)
-        elif not self.options.no_pretrained:
-            try:
-                backbone.load_pretrained()
-            except BadBackbone as error:
-                raise BadBackbone(
-                    f"{error}; pass --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
-                ) from error
+        if self.options.weights is not None or not self.options.no_pretrained:
+            hint = "pass --weights FILE, or --no-pretrained with a small backbone, such as resnet10t"
+            backbone.load(self.options.weights, hint)
 
     def _state(self) -> dict[str, Any] | None:
         """Return the state after the last epoch, or None at the beginning."""
