@@ -51,33 +51,3 @@ for command in json.loads(sys.argv[1]):
     for text in printed:
         assert not (check and re.search(r"^raised |^exit [1-9]", text, re.M)), text
     return printed
-
-
-def distributed(folder: Path, processes: int) -> list[str]:
-    """Return the options of a run of several processes.
-
-    They meet in a file, since a port that is free now may be taken once they start.
-    """
-    meeting_place = f"--distributed-init-method=file://{folder / 'processes'}"
-    return [
-        meeting_place,
-        f"--distributed-world-size={processes}",
-        "--distributed-backend=gloo",
-        "--ddp-backend=legacy_ddp",
-    ]
-
-
-def in_two_processes(folder: Path, *options: Any) -> str:
-    """Run fairseq-train as two ranks, which meet in ``folder``; return both logs.
-
-    fairseq spawns no workers on the CPU, so each process gets its rank.
-    """
-    command = [script("train"), *options, *distributed(folder, 2), "--distributed-no-spawn"]
-    ranks = []
-    for rank in range(2):
-        words = list(map(str, [*command, f"--distributed-rank={rank}"]))
-        streams: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        ranks.append(subprocess.Popen(words, cwd=ROOT, env=ENVIRONMENT, **streams))
-    logs = [process.communicate(timeout=1800)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], logs
-    return "".join(logs)

@@ -38,17 +38,6 @@ def fairseq(command: str, *arguments: Any, check: bool = True, text: str | None 
     return result.stdout + result.stderr
 
 
-def forget_best() -> None:
-    """Let the next training in this process have a best checkpoint of its own.
-
-    fairseq keeps the best score so far as an attribute of a function. A second training in the same process that never
-    beats the first one's score would write no ``checkpoint_best.pt``.
-    """
-    from fairseq.checkpoint_utils import save_checkpoint
-
-    vars(save_checkpoint).pop("best", None)
-
-
 def write_text(folder: Path) -> None:
     """Write a toy language pair of lines of varying length. The target spells every word of the source backwards."""
     draw = random.Random(0)
@@ -57,15 +46,6 @@ def write_text(folder: Path) -> None:
         folder.joinpath(f"{split}.en").write_text("\n".join(" ".join(line) for line in english) + "\n")
         german = "\n".join(" ".join(word[::-1] for word in line) for line in english)
         folder.joinpath(f"{split}.de").write_text(german + "\n")
-
-
-def train(data: Path, folder: Path, *options: Any) -> Path:
-    """Train for 12 updates on the CPU and return the checkpoint."""
-    options += ("--optimizer=adam", "--lr=0.01", "--max-tokens=400", "--max-update=12", "--num-workers=0", "--cpu")
-    options += ("--no-epoch-checkpoints", "--no-progress-bar", "--save-dir", folder)
-    log = fairseq("train", data, "--user-dir", "plugins/fairseq", *options)
-    assert "num_updates 12" in log
-    return folder / "checkpoint_last.pt"
 
 
 def generate(data: Path, checkpoint: Path, *options: Any) -> dict[str, dict[int, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import hydra
 import pytest
 from fairseq import options, utils
+from fairseq.checkpoint_utils import save_checkpoint
 from fairseq.dataclass import initialize
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -18,12 +19,12 @@ from fairseq_cli import hydra_train
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import flag_override
 
-from tests.fairseq.fairseq_helpers import ROOT, forget_best
+from tests.fairseq.fairseq_helpers import ROOT
 
 
 def hydra_main(folder: Path, recipe: str, *overrides: Any) -> None:
     """Run fairseq-hydra-train with these overrides in this process."""
-    forget_best()
+    vars(save_checkpoint).pop("best", None)  # of another training in this process, which this one may never beat
     initialize.hydra_init(recipe)
     with hydra.initialize_config_dir(str(folder), version_base="1.1"):
         cfg = hydra.compose(recipe, ["hydra/job_logging=none", *map(str, overrides)], return_hydra_config=True)
@@ -42,15 +43,11 @@ def composed(folder: Path, recipe: str, *overrides: Any) -> Any:
         patch.setattr(hydra_train, "pre_main", seen.append)
         hydra_main(folder, recipe, *overrides)
     [cfg] = seen
-    import_user_module(cfg)
-    initialize.add_defaults(cfg)
-    return cfg
-
-
-def import_user_module(cfg: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         utils.import_user_module(cfg.common)
+    initialize.add_defaults(cfg)
+    return cfg
 
 
 def check_keys(cfg: Any) -> None:

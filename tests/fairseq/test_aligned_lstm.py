@@ -44,7 +44,10 @@ def test_two_threads_keep_their_own_sources(recurrence):
     """Both wait for each other before their first attention, when the keys of both are projected."""
     model = build("additive", recurrence=recurrence).eval().double()
     samples = [batch(model), batch(model)]
+    states = torch.randn(3, 16).double(), torch.randn(6, 3, 16).double(), None
+    apart = model.decoder.attention(*states)
     expected = [model(**sample)[0] for sample in samples]
+    torch.testing.assert_close(model.decoder.attention(*states), apart)  # the call is over, and so are its keys
     together, started = threading.Barrier(2, timeout=600), threading.local()
 
     def wait(*_):

@@ -281,6 +281,7 @@ def test_models_that_cannot_be(name):
         assert captioner_of(without_regions, name, fusion="semantic").regions_path is None
         with pytest.raises(ValueError, match=r"must be (at least 1|a positive int), got 0"):
             captioner_of(task(), name, layers=0)
+        captioner_of(task(), name, layers=1)
     if eta:
         with pytest.raises(ValueError, match="num_heads must divide embed_dim = 16, got 3"):
             captioner_of(task(), name, heads=3)

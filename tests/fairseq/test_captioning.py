@@ -1,10 +1,12 @@
-"""The task ``captioning``: files, samples, batches, and errors in them."""
+"""The task ``captioning``: files, samples, batches, and the stock console commands with it."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import logging
+import re
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,7 +21,17 @@ from attn_plugins.captioning.caption_files import described_by, words_of
 from attn_plugins.captioning.region_features import RegionFeatures
 from tests.captioning.read_only import read_only
 from tests.captioning.test_region_features import write
-from tests.fairseq.captioning_helpers import COLOURS, D, batches_of, change, task_of, write_images, write_json
+from tests.fairseq.captioning_helpers import (
+    COLOURS,
+    D,
+    batches_of,
+    change,
+    spoil_features,
+    task_of,
+    write_images,
+    write_json,
+)
+from tests.fairseq.console_helpers import in_one_process
 
 
 @pytest.fixture
@@ -91,15 +103,14 @@ def test_the_dictionary_is_made_once_of_frequent_words(folder):
         sizes = list(pool.map(_words_with, [folder] * 3, [8] * 3))
     assert len(set(sizes)) == 1
     assert sorted(path.name for path in folder.iterdir() if "dict" in path.name) == ["dict.txt"]
-    captions = json.loads((folder / "captions.json").read_text())["annotations"]
+    content = json.loads((folder / "captions.json").read_text())["annotations"]
     splits = {image["cocoid"]: image["split"] for image in json.loads((folder / "splits.json").read_text())["images"]}
-    training = [words_of(c["caption"]) for c in captions if splits[c["image_id"]] in ("train", "restval")]
-    counts: dict[str, int] = {}
-    for word in (word for caption in training for word in caption):
-        counts[word] = counts.get(word, 0) + 1
+    training = [words_of(c["caption"]) for c in content if splits[c["image_id"]] in ("train", "restval")]
+    counts = Counter(word for caption in training for word in caption)
     expected = {word: count for word, count in counts.items() if count >= 8}
-    lines = [line.split() for line in (folder / "dict.txt").read_text().splitlines()]
-    assert {word: int(count) for word, count in lines} == expected
+    assert dict(line.split() for line in (folder / "dict.txt").read_text().splitlines()) == {
+        word: str(count) for word, count in expected.items()
+    }
     assert 0 < len(expected) < len(counts)
     assert _words_with(folder, 1) == sizes[0]  # the file exists
 
@@ -249,3 +260,33 @@ def test_one_modality_is_enough(folder):
     (folder / "attributes.json").unlink()
     with pytest.raises(ValueError, match="has neither regions nor attributes: give --regions, --attributes or both"):
         task_of(folder)
+
+
+def test_train_and_generate(tmp_path):
+    """One image per split has unreadable regions; generation uses two checkpoints together."""
+    data = write_images(tmp_path / "data")
+    spoil_features(data, 102, 111)
+    options = [data, "--user-dir", "plugins/fairseq", "--task=captioning", "--skip-invalid-samples", "--cpu"]
+    train = ["--arch=eta_transformer_tiny", "--criterion=label_smoothed_cross_entropy", "--label-smoothing=0.1"]
+    train += ["--min-word-count=1", "--batch-size=4", "--optimizer=adam", "--lr=0.005", "--max-update=30"]
+    train += ["--save-interval-updates=15", "--no-epoch-checkpoints", "--no-progress-bar", "--num-workers=0"]
+    train = ["train", *options, *train, "--save-dir", tmp_path / "model"]
+    results = tmp_path / "results" / "captions.json"
+    paths = ":".join(str(tmp_path / "model" / name) for name in ("checkpoint_last.pt", "checkpoint_2_15.pt"))
+    generate = ["generate", *options, "--gen-subset=test", "--path", paths, "--beam=3", "--batch-size=2"]
+    generate += ["--max-len-b=9", "--results-json", results, "--num-workers=0"]
+    log, generated = in_one_process(train, generate)
+    losses = [float(loss) for loss in re.findall(r"\| train \|.* nll_loss (\S+)", log)]
+    assert "num_updates 30" in log
+    assert losses[-1] < losses[0] - 0.5
+    assert "skipped: " in log
+    assert f"{data / 'dict.txt'}: 12 words" in log
+
+    captions = dict(re.findall(r"^H-(\d+)\t\S+\t(.*)$", generated, re.M))
+    assert [(result["image_id"], result["caption"]) for result in json.loads(results.read_text())] == [
+        (image_id, captions[number]) for image_id, number in ((105, "0"), (117, "2"), (123, "3"))
+    ]
+    assert list(captions) != ["0", "1", "2", "3"]
+    assert all(caption.split()[0] in ("a", "the") for caption in captions.values())
+    assert list(results.parent.iterdir()) == [results]
+    assert f"3 captions are in {results}" in generated

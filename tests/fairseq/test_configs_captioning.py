@@ -18,18 +18,12 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 
 from attn_plugins.fairseq.eta_transformer import EtaTransformerModel
 from attn_plugins.fairseq.self_critical import SelfCriticalCriterion
-from tests.fairseq.captioning_helpers import write_images
+from tests.fairseq.captioning_helpers import SIZES, write_images
 from tests.fairseq.recipe_helpers import check_keys
 from tests.fairseq.recipe_helpers import composed as composed_of
 from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
 
 CONFIGS = ROOT / "configs/fairseq/captioning"
-SIZES = {  # the tests' sizes by model name
-    "eta_transformer": ("embed_dim=16", "ffn_dim=16", "heads=2", "layers=2"),
-    "show_attend_tell": ("embed_dim=16", "hidden_dim=16", "attention_dim=8"),
-    "lstm_captioner": ("embed_dim=16", "layers=2"),
-    "conv_captioner": ("embed_dim=16", "layers=2", "kernel_size=3"),
-}
 hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
 
 
@@ -39,13 +33,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("model", SIZES)
-def test_both_stages_train_and_make_captions(model, folder, tmp_path, monkeypatch):
+def test_both_stages_train_and_make_captions(model, folder, tmp_path):
     """Only the model, its sizes and the length change: one update per stage."""
-    # Training another file in this process may have left a best score that this one never reaches.
-    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", -1.0, raising=False)
     run = ["common.cpu=true", "dataset.num_workers=0", "++optimization.max_update=1", f"task.data={folder}"]
     run += ["++task.min_word_count=1", "dataset.batch_size=8"]
-    run += [f"model._name={model}", *(f"++model.{size}" for size in SIZES[model])]
+    run += [f"model._name={model}", *(f"++model.{name}={size}" for name, size in SIZES[model].items())]
     penalty = ["criterion._name=doubly_stochastic_cross_entropy"] if model == "show_attend_tell" else []
     hydra_main("coco", *run, *penalty, f"checkpoint.save_dir={tmp_path / 'one'}")
     first = f"checkpoint.finetune_from_model={tmp_path / 'one/checkpoint_best.pt'}"

@@ -51,8 +51,12 @@ def images(tmp_path_factory) -> Path:
 def small(data: Path, folder: Path) -> list[str]:
     """Return overrides that only make a recipe small."""
     sizes = [f"++model.{side}_{size}" for side in ("encoder", "decoder") for size in SMALL]
-    run = ["common.cpu=true", "dataset.num_workers=0", "dataset.max_tokens=400", "optimization.max_update=1"]
-    return [*sizes, *run, f"task.data={data}", f"checkpoint.save_dir={folder}"]
+    return [*sizes, "dataset.max_tokens=400", *run_options(data, folder)]
+
+
+def run_options(data: Path, folder: Path) -> list[str]:
+    run = ["common.cpu=true", "dataset.num_workers=0", "optimization.max_update=1"]
+    return [*run, f"task.data={data}", f"checkpoint.save_dir={folder}"]
 
 
 def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
@@ -91,10 +95,9 @@ def test_every_recipe_trains_and_translates(recipe, attention, joined, tmp_path)
 
 @pytest.mark.parametrize("recipe", RECURRENT_RECIPES)
 def test_every_recurrent_recipe_trains_and_translates(recipe, joined, tmp_path):
-    run = [f"task.data={joined}", "task.source_lang=en", "task.target_lang=de", f"checkpoint.save_dir={tmp_path}"]
-    run += ["common.cpu=true", "dataset.num_workers=0", "optimization.max_update=1", "dataset.batch_size=40"]
     narrow = [f"++model.{size}" for size in NARROW if recipe != "gettext"]  # gettext is small already
-    hydra_main_of(RECURRENT, recipe, *run, *narrow)
+    languages = ["task.source_lang=en", "task.target_lang=de", "++dataset.batch_size=40"]
+    hydra_main_of(RECURRENT, recipe, *narrow, *run_options(joined, tmp_path), *languages)
     _, model, best = translation(tmp_path)
     assert isinstance(model.decoder, BahdanauLSTMDecoder)
     assert best["attention"].shape[0] == 3
@@ -147,16 +150,6 @@ def test_the_papers_sizes_and_schedules(recipe, joined, tmp_path):
     for part, values in PAPERS[recipe].items():
         if part != "model":
             assert {name: cfg[part][name] for name in values} == values
-
-
-@pytest.mark.parametrize("recurrence, alignment", [("luong", "dot"), ("bahdanau", "cosine")])
-def test_other_recurrences_and_alignments_build(recurrence, alignment, joined):
-    choice = [f"model.recurrence={recurrence}", f"model.alignment={alignment}"]
-    cfg = composed_of(RECURRENT, "gettext", f"task.data={joined}", *choice)
-    assert cfg.checkpoint.save_dir == f"checkpoints/gettext_{recurrence}_{alignment}"
-    model = tasks.setup_task(cfg.task).build_model(cfg.model)
-    assert model.decoder.attention.attention.score_name == alignment
-    assert isinstance(model.decoder, BahdanauLSTMDecoder) == (recurrence == "bahdanau")
 
 
 def test_the_sizes_of_bahdanau(joined):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.fairseq.console_helpers import distributed, in_one_process, in_two_processes, parameters
-from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, generate, script, train
+from tests.fairseq.console_helpers import in_one_process, parameters
+from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT, WORDS, generate, script
 
 pytest.importorskip("fairseq")
 
@@ -58,33 +58,17 @@ def trained(data, tmp_path_factory) -> tuple[Path, str]:
     return folder, result.stdout + result.stderr
 
 
-def test_generate_scores_and_refuses_wrong_folders_and_checkpoints(data, trained, tmp_path):
+def test_generate_scores_and_refuses_another_model(data, trained):
     folder, trained_log = trained
     assert list(losses(trained_log)) == list(range(1, UPDATES + 1))
-    checkpoint, empty = folder / "checkpoint_last.pt", tmp_path / "empty"
-    empty.mkdir()
+    generate = ["generate", data, *CPU, "--path", folder / "checkpoint_last.pt"]
     scored = ["--beam=4", "--scoring=sacrebleu", "--remove-bpe", "--required-batch-size-multiple=1", "--batch-size=3"]
-    altered = train_command(data, tmp_path, *CPU, f"--restore-file={checkpoint}", "--max-update=1")[1:]
-    other = [option for option in altered if option not in MIXED]
-    log, *refused = in_one_process(
-        ["generate", data, *CPU, "--path", checkpoint, *scored],
-        ["train", *train_command(empty, tmp_path, *CPU, "-s=en", "-t=de")[1:]],
-        ["generate", empty, *CPU, "--path", checkpoint, "-s=en", "-t=de"],
-        ["train", *altered, "--encoder-attention=1111"],
-        ["train", *other, "--arch=transformer_iwslt_de_en"],
-        ["generate", data, *CPU, "--path", checkpoint, "--model-overrides", "{'encoder_attention': '1111'}"],
-        ["generate", data, *CPU, "--path", tmp_path / "missing.pt"],
-        check=False,
-    )
+    other = ["--model-overrides", "{'encoder_attention': '1111'}"]
+    log, refused = in_one_process([*generate, *scored], [*generate, *other], check=False)
     assert "Translated 8 sentences" in log
     assert re.search(r"Generate test with beam=4: BLEU = [\d.]+", log)
     assert sorted(re.findall(r"^H-(\d+)\t", log, re.M)) == [str(i) for i in range(8)]
-    expected = [r"\w+ .*dict\.en\.txt"] * 2
-    expected += [r"\w+ Cannot load model .*; please ensure that the architectures match"] * 2
-    expected += [r"ValueError the checkpoint does not fit this model \(missing: .*--encoder-attention"]
-    expected += [r"\w+ Model file not found"]
-    for message, printed in zip(expected, refused, strict=True):
-        assert re.search(f"raised {message}", printed)
+    assert re.search(r"raised ValueError the checkpoint does not fit .* \(missing: .*--encoder-attention", refused)
 
 
 LINES = ["the cat sees a dog", "", "xylophone quux", " ".join(["cat"] * 30), "red blue"]
@@ -92,49 +76,23 @@ INTERACTIVE = ["-s=en", "-t=de", "--beam=4", "--max-source-positions=20", "--max
 
 
 @pytest.mark.slow
-def test_a_training_resumes(data, trained, tmp_path):
-    folder, log = trained
-    [half] = folder.glob("checkpoint_*_4.pt")
-    command = train_command(data, tmp_path, *CPU, f"--restore-file={half}", f"--max-update={UPDATES}")
-    after = run(command)
-    whole, resumed = losses(log), losses(after.stdout + after.stderr)
-    assert resumed == {update: whole[update] for update in range(5, UPDATES + 1)}
-    torch.testing.assert_close(parameters(tmp_path), parameters(folder), rtol=0, atol=0)
-
-
-@pytest.mark.slow
 def test_two_processes_are_one_with_twice_the_accumulation(data, tmp_path):
     still = ["--dropout=0", "--max-update=4"]  # workers would draw other random numbers
-    in_two_processes(tmp_path, *train_command(data, tmp_path / "two", *CPU, *still)[1:])
+    # They meet in a file, since a port that is free now may be taken once they start.
+    meeting = [f"--distributed-init-method=file://{tmp_path / 'processes'}", "--distributed-world-size=2"]
+    meeting += ["--distributed-backend=gloo", "--ddp-backend=legacy_ddp", "--distributed-no-spawn"]
+    ranks = []
+    for rank in range(2):  # fairseq spawns none on the CPU
+        words = [*CPU, *still, *meeting, f"--distributed-rank={rank}"]
+        command = train_command(data, tmp_path / "two", *words)
+        ranks.append(subprocess.Popen(command, cwd=ROOT, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=1800)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], errors
     whole = train_command(data, tmp_path / "one", *CPU, *still, "--update-freq=2")
     again = train_command(data, tmp_path / "again", *CPU, *still, "--update-freq=2")
     in_one_process(["train", *whole[1:]], ["train", *again[1:]])
     torch.testing.assert_close(parameters(tmp_path / "two"), parameters(tmp_path / "one"), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(parameters(tmp_path / "again"), parameters(tmp_path / "one"), rtol=0, atol=0)
-
-
-SPAWN = """
-import sys, torch
-from fairseq import options
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.distributed.utils import distributed_main
-from fairseq_cli import train
-
-if __name__ == "__main__":
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser()))
-    cfg.distributed_training.distributed_rank = None
-    torch.multiprocessing.spawn(distributed_main, (train.main, cfg, {"start_rank": 0}), nprocs=1)
-"""
-
-
-@pytest.mark.slow
-def test_spawned_workers_know_our_folder(data, tmp_path):
-    """On machines with GPUs, fairseq's call_main spawns fresh interpreters, which must import --user-dir."""
-    (tmp_path / "spawn.py").write_text(SPAWN)
-    command = train_command(data, tmp_path, *CPU, *distributed(tmp_path, 1), "--max-update=1")
-    result = run([sys.executable, str(tmp_path / "spawn.py"), *command[1:]])
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / "checkpoint_last.pt").exists()
 
 
 @pytest.mark.slow
@@ -185,7 +143,9 @@ LSTM = ["--arch=aligned_lstm_tiny", "--alignment=additive", "--alignment-hidden-
 @pytest.mark.parametrize("options", [SPATIAL, LSTM], ids=["spatial_transformer", "aligned_lstm"])
 def test_printed_alignments(options, data, tmp_path):
     """They equal those of each sentence alone, computed in Python; a hard one has the most probable words."""
-    checkpoint = train(data, tmp_path, *options)
+    training = run([script("train"), str(data), *options, *CPU, *RUN, "--max-update=9", f"--save-dir={tmp_path}"])
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    assert checkpoint.is_file(), training.stderr
     [model], _, task = load_model_ensemble_and_task([str(checkpoint)], {"data": str(data)})
     for kind in ("soft", "hard"):
         lines = generate(data, checkpoint, f"--print-alignment={kind}")

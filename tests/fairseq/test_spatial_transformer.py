@@ -217,28 +217,6 @@ def test_beam_search_scores_are_those_of_the_full_pass(kind):
 
 
 @torch.no_grad()
-def test_a_beam_copies_no_source():
-    """The rows of a beam share their sentence as long as none of them leaves it."""
-    model = build_trained(dict(kind="1111"))
-    sample = batch(model)
-    memory = model.encoder.reorder_encoder_out(model.encoder(sample["src_tokens"]), torch.tensor([0, 0, 1, 1, 2, 2]))
-    previous, state = sample["prev_output_tokens"].repeat_interleave(2, 0), {}
-    model.decoder(previous[:, :1], memory, state)
-    attention = model.decoder.layers[0].encoder_attn
-    cache = attention.caches(state)["attention"]
-    for order, copied in (
-        ([1, 1, 2, 3, 5, 4], False),
-        ([2, 3, 4, 5], True),
-        ([1, 0, 3, 3], False),
-        ([2, 1, 0, 3], True),
-    ):
-        before = cache.value
-        attention.reorder_incremental_state(state, torch.tensor(order))
-        torch.testing.assert_close(cache.value, before[torch.tensor(order)])
-        assert (cache.value is not before) == copied
-
-
-@torch.no_grad()
 def test_a_deformable_unit_starts_as_a_convolution():
     """In training the convolution's weight matches those of projections. Offsets start at 0 and learn slowly."""
     for layer in build(deformable=True).encoder.layers:

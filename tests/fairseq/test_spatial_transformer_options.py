@@ -80,10 +80,9 @@ def test_architectures(name, sizes):
     """Architectures set the sizes for a command-line namespace and for a hydra configuration without sizes."""
     args = argparse.Namespace(arch=name)
     ARCH_CONFIG_REGISTRY[name](args)
-    by_arch = build_model(args, Task())
-    with torch.device("meta"):
-        by_name = build_model(OmegaConf.create({"_name": name, "decoder_attention": "0010"}), Task())
-    for model in (by_arch, by_name):
+    for cfg in (args, OmegaConf.create({"_name": name, "decoder_attention": "0010"})):
+        with torch.device("meta"):
+            model = build_model(cfg, Task())
         for side, layers in ((model.cfg.encoder, model.encoder.layers), (model.cfg.decoder, model.decoder.layers)):
             assert (side.layers, side.embed_dim, side.ffn_embed_dim, side.attention_heads) == sizes
             assert (len(layers), layers[0].embed_dim, layers[0].fc1.out_features) == sizes[:3]
@@ -126,14 +125,6 @@ def test_options_of_fairseqs_transformer(options, attention):
     other.load_state_dict(model.state_dict())
     expected = model(**sample)[0]
     torch.testing.assert_close(other(**sample)[0], expected)
-    if "checkpoint_activations" in options:
-        plain = build(**common).eval()
-        plain.load_state_dict(model.state_dict())
-        for one in (other, plain):
-            one.zero_grad()
-            one(**sample)[0].square().mean().backward()
-        for (name, one), two in zip(other.named_parameters(), plain.parameters()):
-            torch.testing.assert_close(one.grad, two.grad, msg=name)
 
 
 @pytest.mark.parametrize("normalize_before", [False, True])
@@ -168,9 +159,7 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
     "options, message",
     [
         (dict(encoder_attention="011"), "--encoder-attention must be four bits .* got '011'"),
-        (dict(decoder_attention="conv"), "dynamic, bilateral or none .* got 'conv'"),
         (dict(cross_attention="dynamic"), "--cross-attention must be four bits, got 'dynamic': .* distance"),
-        (dict(cross_attention="none"), "--no-cross-attention"),
         (dict(cross_self_attention=True), "--cross-self-attention is not supported"),
         (dict(attention_range=4), "--attention-range must be -1 .* odd number, got 4"),
         (
@@ -315,7 +304,7 @@ def test_another_models_checkpoint(options, message):
 def test_language_model(kind):
     """The model trains, is causal, and predicts the same step by step as in one pass."""
     model = build_language_model(decoder_attention=kind, deformable=True, max_target_positions=30)
-    assert model.max_positions() == 30
+    assert (model.max_positions(), len(model.decoder.layers)) == (30, 2)
     tokens = torch.randint(4, len(Task().target_dictionary), (2, 7))
     output, _ = model(tokens)
     torch.nn.functional.cross_entropy(output[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()

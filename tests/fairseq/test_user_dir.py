@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+import sys
 
 import pytest
 
@@ -115,3 +117,16 @@ for folder in ("attention", "my_plugins"):
     print("spatial_transformer" in MODEL_REGISTRY)
 """
     assert python(code, **{switch: "0"}).stdout.splitlines()[-3:] == ["True"] * 3
+
+
+@pytest.mark.parametrize(("program", "kept"), [("/bin/fairseq-generate", False), ("/bin/mine", True)])
+def test_the_handler_of_an_import_that_logs_goes(program, kept, monkeypatch):
+    from attn_plugins.fairseq import console_log
+
+    root, handler = logging.Logger("root"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(logging.BASIC_FORMAT))
+    root.addHandler(handler)
+    monkeypatch.setattr(logging, "getLogger", lambda: root)
+    monkeypatch.setattr(sys, "argv", [program])
+    console_log.repair()
+    assert bool(root.handlers) == kept
