@@ -60,26 +60,6 @@ def test_equals_plain_loops(name: str, masked: bool) -> None:
 
 
 @needs_torchvision
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        (n, kind)
-        for n in GEOMETRIES
-        for kind in ("cpu", "eager", "reference")
-        if (n, kind) != ("many pixels", "reference")
-    ],
-)
-def test_equals_torchvision(name: str, kind: str) -> None:
-    """The backend "eager" serves deterministic mode on GPUs, and computes one image's gradient after another."""
-    for masked, dtype in ((True, torch.float64), (False, torch.float64), (True, torch.float32)):
-        operands = make(GEOMETRIES[name], dtype=dtype, masked=masked)
-        with backend(kind):
-            ours = gradients(deform_conv2d, operands)
-        for a, b in zip(ours, gradients(torchvision.ops.deform_conv2d, operands)):
-            assert relative_error(a, b) < (1e-12 if dtype == torch.float64 else 2e-6)
-
-
-@needs_torchvision
 def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
     operands = make(GEOMETRIES["wide"])
     operands["offset"].round_()
@@ -185,6 +165,3 @@ def test_1d_equals_plain_loops(geometry: tuple, masked: bool) -> None:
         expected[b, o, t] = total
     output = deform_conv1d(input, offset, weight, bias, stride, padding, dilation, mask)
     assert relative_error(output, expected) < 1e-12
-
-
-# --- bad input ------------------------------------------------------------------------------------------------

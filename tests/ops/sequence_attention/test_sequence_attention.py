@@ -15,11 +15,11 @@ from tests.helpers.operator_checks import given
 from tests.ops.sequence_attention.operands import TERMS, attend, gradients, operands, padding, taking
 
 
-def define(operands, mask=None, *, start=0, causal=False, scale=1.0) -> Tensor:
-    return reference.sequence_attention(*operands, mask, start, causal, scale)
+def define(operands, mask=None, *, start=0, causal=False, scale=1.0, segment_ids=None) -> Tensor:
+    return reference.sequence_attention(*operands, mask, start, causal, scale, segment_ids)
 
 
-def by_loops(operands, mask, start, causal, scale) -> Tensor:
+def by_loops(operands, mask, start, causal, scale, ids) -> Tensor:
     """Compute the definition for every query and key separately."""
     query, key, value, band, outside, position = operands
     B, M, S, dv = value.shape
@@ -34,6 +34,8 @@ def by_loops(operands, mask, start, causal, scale) -> Tensor:
         for s in range(S):
             offset = s - (start + t)
             if (causal and offset > 0) or (mask is not None and mask[b, s]):
+                continue
+            if ids is not None and ids[b % len(ids), start + t] != ids[b % len(ids), s]:
                 continue
             logit = 0.0
             if query is not None:
@@ -64,23 +66,31 @@ def path(request, monkeypatch):
         yield request.param
 
 
-# Terms; causal and start; whether logits are shared, and keys masked: each meets each at least once.
+# Terms; causal and start; whether logits are shared, and keys masked: each meets each at least once. Rows of segments.
 PLACES = [(False, 0), (False, 3), (True, 0), (True, 2), (True, 9)]
 CASES = [
-    (terms, *PLACES[(n + k) % 5], (n + k) % 2 == 0, (n + k // 2) % 2 == 0)
-    for n, terms in enumerate(TERMS)
-    for k in (0, 2, 3)
-]
-every_case = pytest.mark.parametrize("terms, causal, start, shared, masked", CASES, ids=str)
+    *((terms, *PLACES[(n + k) % 5], (n + k) % 2 == 0, (n + k // 2) % 2 == 0, 0)
+      for n, terms in enumerate(TERMS) for k in (0, 2, 3)),
+    *((terms, n % 2 == 1, (0, 2, 1, 1)[n % 4], True, n % 3 == 0, (4, 2, 1)[n % 3])
+      for n, terms in enumerate([*TERMS, *TERMS[1::2], *TERMS[::2]])),
+]  # fmt: skip
+every_case = pytest.mark.parametrize("terms, causal, start, shared, masked, segments", CASES, ids=str)
+
+
+def identifiers(rows: int, S: int) -> Tensor | None:
+    """Return ids (rows, S) of segments, in no order."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(1 + rows, (rows, S), generator=generator, dtype=torch.int32) if rows else None
 
 
 @every_case
-def test_reference_is_the_formula(terms, causal, start, shared, masked):
+def test_reference_is_the_formula(terms, causal, start, shared, masked, segments):
     torch.manual_seed(0)
-    arguments = operands(terms, T=4, S=6, B=3, M=2, K=3, grad=False, shared=shared)
-    mask = padding(3, 6) if masked else None
-    expected = by_loops(arguments, mask, start, causal, 0.7)
-    torch.testing.assert_close(define(arguments, mask, start=start, causal=causal, scale=0.7), expected)
+    arguments = operands(terms, T=4, S=6, B=4, M=2, K=3, grad=False, shared=shared)
+    mask, ids = padding(4, 6) if masked else None, identifiers(segments, 6)
+    expected = by_loops(arguments, mask, start, causal, 0.7, ids)
+    output = define(arguments, mask, start=start, causal=causal, scale=0.7, segment_ids=ids)
+    torch.testing.assert_close(output, expected)
 
 
 def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
@@ -95,11 +105,12 @@ def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
 
 
 @every_case
-def test_every_path_equals_the_reference(terms, causal, start, shared, masked, path):
+def test_every_path_equals_the_reference(terms, causal, start, shared, masked, segments, path):
     torch.manual_seed(1)
+    mask, options = padding(4, 7) if masked else None, dict(start=start, causal=causal, scale=0.7)
     for K in (1, 5, 17) if terms[1] else (1,):
-        arguments = operands(terms, T=5, S=7, B=3, K=K, shared=shared)
-        check(arguments, padding(3, 7) if masked else None, start=start, causal=causal, scale=0.7)
+        arguments = operands(terms, T=5, S=7, B=4, K=K, shared=shared)
+        check(arguments, mask, segment_ids=identifiers(segments, 7), **options)
 
 
 @pytest.mark.parametrize(
@@ -153,21 +164,14 @@ def test_minus_infinity_outside_limits_the_range(causal, start, shared, position
         torch.testing.assert_close(one, other)
 
 
-def test_queries_without_keys_give_zeros_and_no_gradient(path):
-    arguments = operands(T=7, S=7, grad=False)
-    for tensor in arguments:
-        tensor.requires_grad_()
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[0] = True
-    mask[1, :3] = True  # causal: the first three queries of the second sequence see only padding
-    output = attend(arguments, mask, causal=True)
-    assert not output[0].any()
-    assert not output[1, :, :3].any()
-    assert (output[1, :, 3:] != 0).all()
-    output.square().sum().backward()
-    for tensor in arguments:
-        assert tensor.grad.isfinite().all()
-        assert not tensor.grad[0].any()
+def test_a_range_within_segments(path):
+    query, key, value, band, *_ = operands((True, True, False, False), T=6, S=40, B=2, grad=False)
+    nothing, ids = torch.full((1, 1, 1), -math.inf, dtype=torch.float64), identifiers(2, 40)
+    expected = define((query, key, value, band, nothing, None), start=1, segment_ids=ids)
+    output = sequence_attention(
+        query, key, value, band_logits=band, outside_logits=-math.inf, start=1, segment_ids=ids
+    )  # fmt: skip
+    torch.testing.assert_close(output, expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
