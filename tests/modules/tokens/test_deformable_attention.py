@@ -81,23 +81,6 @@ def test_formula(boxes, key_saliency):
         torch.testing.assert_close(layer(**given), by_loops(layer, **given))
 
 
-def test_key_saliency_starts_at_nothing_and_loads_a_checkpoint_without_it():
-    plain, layer, given = module(), module(key_saliency=True), inputs()
-    layer.reset_saliency()
-    before = layer.key_saliency.weight.clone()
-    assert before.std() > 0.1
-    layer.load_state_dict(plain.state_dict(), strict=True)
-    assert torch.equal(layer.key_saliency.weight, before)
-    assert not layer.gate.any()
-    torch.testing.assert_close(layer(**given), plain(**given))
-    with pytest.raises(RuntimeError, match="value_proj"):
-        layer.load_state_dict({}, strict=True)
-    with pytest.raises(RuntimeError, match=r"Missing key.*key_saliency\.weight"):
-        layer.load_state_dict({**plain.state_dict(), "gate": torch.ones_like(layer.gate)}, strict=True)
-    layer(**given).sum().backward()
-    assert layer.gate.grad.abs().min() > 0  # with a gate of 0, first only the gate learns
-
-
 def test_start():
     """Weights start uniform. Each head looks in its own direction, with points at distances of 1, 2, ... pixels."""
     layer = MultiScaleDeformableAttention(num_levels=2)

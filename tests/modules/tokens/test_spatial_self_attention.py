@@ -129,43 +129,18 @@ def stock_of(layer: SpatialSelfAttention) -> nn.MultiheadAttention:
     return stock
 
 
-@pytest.mark.parametrize(
-    ("attention_type", "bias", "kernel_size"), [("1000", True, None), ("1111", False, None), ("1010", True, 3)]
-)
-def test_the_start_is_torchs_layer(attention_type, bias, kernel_size):
-    layer, given = module(attention_type, gate=False, bias=bias, kernel_size=kernel_size), tokens()
-    padding = torch.zeros(2, N, dtype=torch.bool)
-    padding[1, 5:] = True
-    expected = stock_of(layer)(*given, key_padding_mask=padding, need_weights=False)[0]
-    torch.testing.assert_close(layer(*given, GRID, padding), expected)
-
-
-@pytest.mark.parametrize("kind", ["bool", "added", "by head"])
-def test_attention_masks_as_torchs(kind):
-    layer, given = module(gate=False), tokens()
+@pytest.mark.parametrize("kind", ["padding", "bool", "added", "by head"])
+def test_the_start_and_its_masks_are_torchs(kind):
+    layer, given = module(gate=False, bias=kind != "added"), tokens()
     mask = torch.rand(2 * M, N, N) < 0.3 if kind == "by head" else torch.rand(N, N) < 0.3
     if kind == "added":
         mask = torch.randn(N, N, dtype=torch.float64)
-    expected = stock_of(layer)(*given, attn_mask=mask, need_weights=False)[0]
-    torch.testing.assert_close(layer(*given, GRID, attn_mask=mask), expected)
+    masks = dict(attn_mask=mask) if kind != "padding" else dict(key_padding_mask=torch.arange(2 * N).view(2, N) > 16)
+    expected = stock_of(layer)(*given, **masks, need_weights=False)[0]
+    torch.testing.assert_close(layer(*given, GRID, **masks), expected)
     layer = module()
     everything = torch.zeros(N, N, dtype=torch.bool)
     torch.testing.assert_close(layer(*given, GRID, attn_mask=everything), layer(*given, GRID))
-
-
-def test_a_stock_checkpoint_loads_strictly_and_leaves_the_rest():
-    layer = module()
-    before = {key: value.clone() for key, value in layer.state_dict().items()}
-    stock = nn.MultiheadAttention(C, M, dtype=torch.float64)
-    layer.load_state_dict(stock.state_dict(), strict=True)
-    for key, value in layer.state_dict().items():
-        assert torch.equal(value, stock.state_dict().get(key, before[key]))
-    with pytest.raises(RuntimeError, match="in_proj_weight"):
-        layer.load_state_dict({}, strict=True)
-    with pytest.raises(RuntimeError, match=r"Missing key.*\.row_table"):  # its tables would act through a trained gate
-        nn.ModuleDict({"layer": layer}).load_state_dict(
-            {f"layer.{key}": value for key, value in module("0010").state_dict().items()}, strict=True
-        )
 
 
 def test_cross_attention_without_places():

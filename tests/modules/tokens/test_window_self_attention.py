@@ -142,30 +142,6 @@ def test_equals_loops(options, size, window, shift, version):
     torch.testing.assert_close(module(x), loops(module, x), **tolerance)
 
 
-@pytest.mark.parametrize(
-    ("version", "position", "more", "window"),
-    [
-        ("v1", "table", "table+bilateral", "partition"),
-        ("v2", "table", "table+relative", "partition"),
-        ("v1", "none", "relative", "partition"),
-        ("v2", "table", "table+bilateral", "centred"),
-    ],
-)
-def test_what_is_added_starts_as_nothing_and_loads_what_lacks_it(version, position, more, window):
-    torch.manual_seed(0)
-    shift = int(window == "partition")
-    stock, ours, again = (
-        WindowSelfAttention(C, M, 3, shift, version, kind, window=window) for kind in (position, more, more)
-    )
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    x = tokens((5, 7), torch.float32)
-    torch.testing.assert_close(ours(x), stock(x))
-    ours(x).square().sum().backward()
-    assert ours.gate.grad.abs().min() > 0
-    again.load_state_dict(ours.state_dict(), strict=True)
-    torch.testing.assert_close(again(x), ours(x))
-
-
 def test_windows_share_masks(monkeypatch):
     """One call covers a map of any size, with a number for each token of a map's windows.
 
