@@ -93,11 +93,16 @@ try:
     import odd.other
 except KeyError as error:
     print(error)
+a.after_import("odd.missing", print)
+try:
+    import odd.missing
+except ModuleNotFoundError as error:
+    print(error.name)
 """
     packages = {"odd/__init__.py": "", "odd/inner.py": "value = 7", "odd/other.py": ""}
     lines = python(code, packages=packages, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout.splitlines()
     assert lines[0].startswith("<module 'odd.inner'")
-    assert lines[1:] == ["7", "again", "'ours'"]
+    assert lines[1:] == ["7", "again", "'ours'", "odd.missing"]
 
 
 class TestMmcvExtension:

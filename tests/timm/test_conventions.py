@@ -216,6 +216,14 @@ def test_generalized_attention_through_timms_own_hook():
     assert all(m.gamma.grad.any() for m in model.modules() if isinstance(m, GeneralizedAttention2d))
 
 
+@pytest.mark.parametrize("zero_init_last", [True, False])
+def test_an_aa_resnet_starts_by_timms_rules(zero_init_last):
+    model = timm.create_model("aa_resnet50", zero_init_last=zero_init_last, **FEW_BLOCKS)
+    assert bool(model.layer1[0].bn3.weight.any()) != zero_init_last
+    weight = model.layer4[0].conv3.weight
+    assert weight.std().item() == pytest.approx((2 / weight[:, 0].numel()) ** 0.5, rel=0.05)
+
+
 def test_one_checkpoint_serves_other_image_sizes():
     """Interpolating tables on loading for another image size equals interpolating them in the forward pass."""
     model = small("aa_resnet34", img_size=64)

@@ -225,12 +225,14 @@ def test_features(pattern):
 
 @pytest.mark.parametrize("pattern", ["divided", "local_global"])
 def test_gradient_checkpointing_changes_no_gradient(pattern):
-    model, gradients = build(pattern, drop_path_rate=0.0).train(), []
+    model, gradients, calls = build(pattern, drop_path_rate=0.0).train(), [], []
+    model.blocks[0].register_forward_pre_hook(lambda *call: calls.append(model.grad_checkpointing))
     for enable in (False, True):
         model.zero_grad()
         model.set_grad_checkpointing(enable)
         model(clip()).square().sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters()])
+    assert calls == [False, True, True]
     assert all(gradient.any() for gradient in gradients[0])
     torch.testing.assert_close(*gradients)
 

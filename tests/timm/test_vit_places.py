@@ -10,10 +10,11 @@ import pytest
 import torch
 from timm.layers import set_reentrant_ckpt
 from timm.models._features_fx import create_feature_extractor
+from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from attn_plugins.modules import capture_attention
-from attn_plugins.timm.vit_places import _record
+from attn_plugins.timm.vit_places import _record, _wrap
 from tests.helpers.small_vits import build, layers_of, open_gates, picture
 
 WIDE, TALL = (48, 64), (64, 48)  # equally many tokens
@@ -160,7 +161,10 @@ def test_a_copy_and_its_original_call_each_other():
     assert len(twin.patch_embed._forward_hooks) == len(model.patch_embed._forward_hooks) == 1
 
 
-def test_models_of_one_size_have_no_hooks():
+def test_models_of_one_size_have_no_hooks_and_a_class_is_wrapped_once():
+    wrapped = VisionTransformer.__init__
+    _wrap(VisionTransformer)
+    assert VisionTransformer.__init__ is wrapped
     model = build()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -175,6 +179,8 @@ def test_maps_of_an_earlier_call(model):
     assert captured["blocks.1.attn"].size == (3, 4)
     torch.testing.assert_close(captured["blocks.1.attn"].maps(), maps)
     torch.testing.assert_close(layers_of(model)[1].attention_maps(x.detach()), maps)
+    some = layers_of(model)[1].attention_maps(x.detach(), queries=torch.tensor([[2, 1], [0, 3]]))
+    torch.testing.assert_close(some, maps[:, :, [2, 0], [1, 3]])
     with pytest.raises(ValueError, match=r"grid of x .* is unknown: x must be the tensor that the model passed"):
         layers_of(model)[1](x.clone())
 
