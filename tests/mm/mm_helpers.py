@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from mmdet.structures import DetDataSample
 from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
 from mmengine.optim import OptimWrapper, build_optim_wrapper
+from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 
@@ -39,6 +41,13 @@ def without_downloads(config: Any) -> Any:
         if isinstance(init, dict) and init.get("type") == "Pretrained":
             node["init_cfg"] = None
     return config
+
+
+def upstream(name: str) -> Config:
+    """Load a config of mmdet or mmseg, such as ``mmdet::detr/detr_r50_8xb2-150e_coco``, without pretrained weights."""
+    config = Config.fromfile(Config._get_cfg_path(f"{name}.py", "x.py")[0])
+    init_default_scope(name.partition("::")[0])
+    return without_downloads(config)
 
 
 def narrow(config: Any) -> Any:

@@ -182,11 +182,7 @@ def near(a, b, points, threshold):
 
 
 def softmax_focal_loss(logits, target, gamma, alpha, weight):
-    losses = []
-    for row, label in zip(logits, target.tolist()):
-        if label < 0:
-            losses.append(logits.new_zeros(()))
-            continue
-        p = row.softmax(0)[label]
-        losses.append(-alpha * (1 - p) ** gamma * p.log() * (1 if weight is None else weight[label]))
-    return torch.stack(losses)
+    labels = target.clamp(min=0)
+    p = logits.softmax(1).gather(1, labels[:, None])[:, 0]
+    loss = -alpha * (1 - p) ** gamma * p.log() * (1 if weight is None else weight[labels])
+    return torch.where(target < 0, 0, loss)

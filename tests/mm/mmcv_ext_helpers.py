@@ -9,12 +9,9 @@ from types import ModuleType
 
 import mmcv.ops  # noqa: F401  imports every module that holds the extension
 import pytest
-from mmcv.ops import get_compiler_version
+import torch
 
 from attn_plugins import mmcv_ext
-
-COMPILED = get_compiler_version() != mmcv_ext.NOT_COMPILED
-needs_compiled = pytest.mark.skipif(not COMPILED, reason="mmcv is not compiled here: make env-peers")
 
 
 @contextmanager
@@ -29,3 +26,10 @@ def extension(module: ModuleType) -> Iterator[None]:
     finally:
         for holder, former in zip(holders, before):
             holder.ext_module = former
+
+
+@pytest.fixture
+def stand_in() -> Iterator[None]:
+    torch.manual_seed(0)
+    with extension(mmcv_ext):
+        yield

@@ -6,15 +6,12 @@ import pytest
 import timm
 import torch
 from mmdet.registry import MODELS
-from mmengine.config import Config
-from mmengine.registry import init_default_scope
 from safetensors.torch import save_file
 from torch import nn
 
 import attn_plugins.mmcv
 from attn_plugins.mmcv import AAResNet
 from attn_plugins.modules import AAConv2d
-from tests.mm.mm_helpers import ROOT
 
 SIZE = (64, 96)
 
@@ -87,19 +84,6 @@ def test_the_norm_is_that_of_norm_cfg():
 def test_bad_arguments(argument, message):
     with pytest.raises(ValueError, match=message):
         AAResNet(**argument)
-
-
-@pytest.mark.parametrize("depth", [50, 101])
-def test_the_configs_meet_the_papers_change_of_parameters(depth):
-    init_default_scope("mmdet")
-    derived = {50: -0.391, 101: -0.714}[depth]  # Table 5 prints -0.3 and -0.7
-    counts = []
-    for name in (f"retinanet_r{depth}", f"retinanet_aa-r{depth}"):
-        config = Config.fromfile(ROOT / f"configs/mmdet/aaconv/{name}_fpn_crop640-150e_coco.py")
-        with torch.device("meta"):
-            model = MODELS.build(config.model)
-        counts.append(sum(p.numel() for p in model.parameters()))
-    assert (counts[1] - counts[0]) / 1e6 == pytest.approx(derived, abs=0.0005)
 
 
 def test_the_convolution_layer_takes_ratios():

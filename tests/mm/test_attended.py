@@ -9,20 +9,17 @@ import pytest
 import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
-from mmengine.utils import get_installed_path
 from torch import nn
 
 from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
-from tests.mm.mm_helpers import without_downloads
+from tests.mm.mm_helpers import upstream
 
 SIZE = (96, 128)
 ENCODER = "encoder.layers.*.self_attn"
 
 
 def config(attention: dict[str, Any] | None = None, name="detr/detr_r50_8xb2-150e_coco", of="DETR") -> Config:
-    cfg = without_downloads(Config.fromfile(f"{get_installed_path('mmdet')}/.mim/configs/{name}.py"))
-    init_default_scope("mmdet")
+    cfg = upstream(f"mmdet::{name}")
     for part in ("encoder", "decoder"):
         if part in cfg.model:
             cfg.model[part].num_layers = 2

@@ -1,10 +1,9 @@
-"""mmengine's and fvcore's FLOPs of our layers: mmcv's figures where the products are the same."""
+"""mmengine's FLOPs of our layers: mmcv's figures where the products are the same."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from fvcore.nn import FlopCountAnalysis
 from mmcv.cnn import NonLocal2d
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
@@ -13,51 +12,37 @@ from mmengine.analysis import FlopAnalyzer, get_model_complexity_info
 from torch import nn
 
 from attn_plugins.mmcv import NonLocalAttention2d
+from tests.helpers.replacement import Called
 from tests.mm.drop_in_helpers import STOCK, drop_in, stock_layers  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
-COUNTERS = pytest.mark.parametrize("counter", [FlopAnalyzer, FlopCountAnalysis])
 MAP = torch.rand(1, 64, 32, 24)
 PIXELS = 32 * 24
 
 
-class Called(nn.Module):
-    """A layer with the keyword arguments that its model passes."""
-
-    def __init__(self, layer, **options):
-        super().__init__()
-        self.layer, self.options = layer, options
-
-    def forward(self, x):
-        return self.layer(x, **self.options)
+def counted(layer, x):
+    return FlopAnalyzer(layer.eval(), (x,)).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
 
 
-def counted(counter, layer, x):
-    return counter(layer.eval(), (x,)).unsupported_ops_warnings(False).uncalled_modules_warnings(False).total()
-
-
-@COUNTERS
-def test_attention_has_the_stock_layers_count(counter):
+def test_attention_has_the_stock_layers_count():
     for name, options in (
         ("CrissCrossAttention", {}),
         ("GeneralizedAttention", dict(attention_type="1000")),
         ("GeneralizedAttention", dict(attention_type="0010")),
     ):
-        stock = counted(counter, STOCK[name](64, **options), MAP)
-        assert counted(counter, drop_in.REPLACEMENTS[name](64, **options), MAP) == pytest.approx(stock, rel=1e-3)
-    assert counted(counter, NonLocalAttention2d(64), MAP) == counted(counter, NonLocal2d(64), MAP)
+        stock = counted(STOCK[name](64, **options), MAP)
+        assert counted(drop_in.REPLACEMENTS[name](64, **options), MAP) == pytest.approx(stock, rel=1e-3)
+    assert counted(NonLocalAttention2d(64), MAP) == counted(NonLocal2d(64), MAP)
 
 
-@COUNTERS
 @pytest.mark.parametrize("name", ["DCN", "DCNv2"])
-def test_deformable_convolutions_count_as_their_convolutions(counter, name):
+def test_deformable_convolutions_count_as_their_convolutions(name):
     layer = drop_in.REPLACEMENTS[name](64, 32, 3, padding=1)  # mmcv's own count as their predictors alone
-    convolution = counted(counter, nn.Conv2d(64, 32, 3, padding=1), MAP)
-    assert counted(counter, layer, MAP) == convolution + counted(counter, layer.conv_offset, MAP)
+    convolution = counted(nn.Conv2d(64, 32, 3, padding=1), MAP)
+    assert counted(layer, MAP) == convolution + counted(layer.conv_offset, MAP)
 
 
-@COUNTERS
-def test_replaced_forwards_count_as_the_stock_ones(counter):
+def test_replaced_forwards_count_as_the_stock_ones():
     given = dict(reference_points=torch.rand(1, 320, 2, 2), spatial_shapes=torch.tensor([[16, 16], [8, 8]]))
     deformable = MultiScaleDeformableAttention(64, num_levels=2)
     samples = 320 * 64 * 2 * 4  # each interpolated by 4 multiply-adds, which mmcv's grid_sample counts as well
@@ -68,9 +53,9 @@ def test_replaced_forwards_count_as_the_stock_ones(counter):
     for shift in (0, 2):
         layer = ShiftWindowMSA(64, 4, window_size=5, shift_size=shift)
         cases.append((Called(layer, hw_shape=(32, 24)), torch.rand(1, PIXELS, 64), 0))
-    stock = [counted(counter, layer, x) + more for layer, x, more in cases]
+    stock = [counted(layer, x) + more for layer, x, more in cases]
     drop_in.replace()
-    assert [counted(counter, layer, x) for layer, x, _ in cases] == stock
+    assert [counted(layer, x) for layer, x, _ in cases] == stock
 
 
 def test_complexity_of_a_model_includes_our_operators():

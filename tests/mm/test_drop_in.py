@@ -9,25 +9,20 @@ import mmseg.models.backbones.swin as mmseg_swin
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import CrissCrossAttention
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.utils import get_installed_path
-from mmseg.registry import MODELS as MMSEG_MODELS
+from mmengine.registry import MODELS
 
 from tests.helpers.memory_format_checks import check_memory_format, has_format
 from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, stock_layers  # noqa: F401 - a fixture
-from tests.mm.mm_helpers import without_downloads
+from tests.mm.mm_helpers import upstream
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
 
 
-def upstream(name: str) -> Config:
-    """Load an upstream config without pretrained weights and with a quarter of its widths."""
-    folder = f"{get_installed_path('mmdet')}/.mim/configs/empirical_attention"
-    config = without_downloads(Config.fromfile(f"{folder}/{name}.py"))
-    init_default_scope("mmdet")
+def narrow(name: str) -> Config:
+    """Load an upstream config with a quarter of its widths."""
+    config = upstream(f"mmdet::empirical_attention/{name}")
     config.model.backbone.base_channels = 16
     config.model.neck.update(in_channels=[64, 128, 256, 512], out_channels=32)
     config.model.rpn_head.update(in_channels=32, feat_channels=32)
@@ -56,7 +51,7 @@ def test_a_predictor_starts_at_zero_whatever_rules_came_before(kind):
 @pytest.mark.parametrize("name", ["faster-rcnn_r50-attn1111_fpn_1x_coco", "faster-rcnn_r50-attn0010-dcn_fpn_1x_coco"])
 def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
     torch.manual_seed(0)
-    config = upstream(name)
+    config = narrow(name)
     stock = MMDET_MODELS.build(config.model)
     drop_in.replace()
     ours = MMDET_MODELS.build(config.model)
@@ -153,42 +148,6 @@ def test_a_drop_in_answers_in_the_format_of_its_input(name):
     for autocast in (False, True):
         check_memory_format(drop_in.REPLACEMENTS[name](in_channels=16, **LAYERS[name]), (2, 16, 6, 9), autocast)
     assert has_format(STOCK[name](in_channels=16, **LAYERS[name])(torch.randn(2, 16, 6, 6)), "contiguous")
-
-
-# --- mmseg's CCNet ------------------------------------------------------------------------------------------------
-
-# An eighth of the widths, and BatchNorm in place of SyncBN, which needs several processes with GPUs.
-CCNET = """
-_base_ = "mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"
-norm = dict(type="BN", requires_grad=True)
-model = dict(
-    pretrained=None,
-    data_preprocessor=dict(size=(97, 97)),
-    backbone=dict(base_channels=8, stem_channels=8, norm_cfg=norm),
-    decode_head=dict(in_channels=256, channels=64, norm_cfg=norm),
-    auxiliary_head=dict(in_channels=128, channels=32, norm_cfg=norm),
-    test_cfg=dict(_delete_=True, mode="whole"),
-)
-"""
-
-
-@pytest.mark.slow
-def test_ccnet_of_mmseg_takes_ours(tmp_path):
-    (tmp_path / "ccnet.py").write_text(CCNET)
-    init_default_scope("mmseg")
-    torch.manual_seed(0)
-    stock = MMSEG_MODELS.build(Config.fromfile(tmp_path / "ccnet.py").model).eval()
-    assert type(stock.decode_head.cca) is CrissCrossAttention
-    torch.nn.init.constant_(stock.decode_head.cca.gamma.scale, 0.5)
-    torch.nn.init.normal_(stock.decode_head.cca.query_conv.weight, std=0.5)
-    x = torch.randn(1, 3, 97, 65)
-    expected = stock(x).detach()
-    drop_in.replace()
-    ours = MMSEG_MODELS.build(Config.fromfile(tmp_path / "ccnet.py").model).eval()
-    assert type(ours.decode_head.cca) is drop_in.CrissCrossAttention
-    assert list(ours.state_dict()) == list(stock.state_dict())
-    ours.load_state_dict(stock.state_dict(), strict=True)
-    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 def test_one_line_over_an_upstream_config_and_toolkits_that_are_imported_later(python, tmp_path):

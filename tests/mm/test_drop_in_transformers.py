@@ -11,18 +11,14 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
-from mmengine.utils import get_installed_path
-from mmseg.registry import MODELS as MMSEG_MODELS
+from mmengine.registry import MODELS
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.profiler import profile
 
 from tests.helpers.operator_checks import relative_error
 from tests.mm.drop_in_helpers import drop_in, stock_layers  # noqa: F401 - a fixture
-from tests.mm.mm_helpers import demo_batch, dictionaries, without_downloads
+from tests.mm.mm_helpers import demo_batch, dictionaries, upstream
 
 H, W = 96, 128
 MMDET = [
@@ -54,9 +50,7 @@ def narrow_swin(model: Config, package: str) -> None:
 
 def build(package: str, name: str) -> nn.Module:
     """Build an upstream model with one layer per stack, no dropout, and random instead of zero offsets and weights."""
-    config = without_downloads(Config.fromfile(f"{get_installed_path(package)}/.mim/configs/{name}.py"))
-    init_default_scope(package)
-
+    config = upstream(f"{package}::{name}")
     for part in ("encoder", "panoptic_head", "decode_head"):
         for node in dictionaries(config.model.get(part)):
             if "layer_cfg" in node and "num_layers" in node:
@@ -72,7 +66,7 @@ def build(package: str, name: str) -> nn.Module:
     if "swin" in name:
         narrow_swin(config.model, package)
     torch.manual_seed(0)
-    model = (MMDET_MODELS if package == "mmdet" else MMSEG_MODELS).build(config.model)
+    model = MODELS.build(config.model)
     model.init_weights()
     for module in model.modules():
         if isinstance(module, (nn.Dropout, nn.Dropout2d)):
@@ -176,68 +170,6 @@ def test_weights_are_there_for_who_hooks_the_inner_layer():
     names = {call.key for call in calls.key_averages()}
     assert "aten::scaled_dot_product_attention" in names
     assert not {"aten::bmm", "aten::baddbmm"} & names
-
-
-def shapes(value: Any) -> Any:
-    """Describe the tensors in nested arguments."""
-    if isinstance(value, dict):
-        return {key: shapes(item) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [shapes(item) for item in value]
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-
-
-LAYERS = {
-    "multi-head": (lambda: MultiheadAttention(32, 4, batch_first=True), lambda x: dict(query=x, query_pos=x.flip(1))),
-    "deformable": (
-        lambda: MultiScaleDeformableAttention(32, 4, num_levels=2, batch_first=True),
-        lambda x: dict(query=x, reference_points=x[..., None, :2], spatial_shapes=torch.tensor([[6, 8], [3, 4]])),
-    ),
-    "windows": (
-        lambda: SWIN["mmseg"].ShiftWindowMSA(32, 4, window_size=4, shift_size=2),
-        lambda x: dict(query=x, hw_shape=(6, 10)),
-    ),
-}
-
-
-@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
-@pytest.mark.parametrize("name", LAYERS)
-def test_hooks_on_all_modules_see_the_same_calls(name, register):
-    make, inputs = LAYERS[name]
-
-    def observed() -> list[Any]:
-        seen: list[Any] = []
-        layer, x = make().eval(), torch.rand(2, 60, 32, requires_grad=True)
-        handle = register(lambda module, *call: seen.append((type(module), shapes(call))))
-        try:
-            layer(**inputs(x)).sum().backward()
-        finally:
-            handle.remove()
-        return seen
-
-    expected = observed()
-    drop_in.replace()
-    assert expected
-    assert observed() == expected
-
-
-def test_who_drops_or_looks_at_weights_gets_upstreams():
-    torch.manual_seed(0)
-    layer = SWIN["mmdet"].ShiftWindowMSA(12, 3, 5, 2, attn_drop_rate=0.4)
-    x = torch.randn(2, 35, 12)
-    torch.manual_seed(1)
-    expected = layer(x, (5, 7))
-    drop_in.replace()
-    torch.manual_seed(1)
-    torch.testing.assert_close(layer(x, (5, 7)), expected, rtol=0, atol=0)
-    layer.eval()
-    expected, seen = layer(x, (5, 7)), []
-    forward = layer.w_msa.softmax.register_forward_hook(lambda *call: seen.append(call[2].shape))
-    torch.testing.assert_close(layer(x, (5, 7)), expected)
-    forward.remove()
-    layer.w_msa.softmax.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
-    layer(x, (5, 7)).sum().backward()
-    assert seen == [(4, 3, 25, 25)] * 2
 
 
 class Layer(nn.Module):

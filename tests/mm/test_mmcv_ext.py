@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -19,14 +18,10 @@ from torch import Tensor
 from attn_plugins import mmcv_ext
 from attn_plugins.mmcv_ext import boxes as mmcv_ext_boxes
 from tests.mm import mmcv_ext_definitions as definitions
-from tests.mm.mmcv_ext_helpers import extension, needs_compiled
+from tests.mm.mmcv_ext_helpers import extension, stand_in  # noqa: F401 - a fixture
+from tools.bench.compiled_mmcv import extension as compiled
 
-
-@pytest.fixture(autouse=True)
-def stand_in():
-    torch.manual_seed(0)
-    with extension(mmcv_ext):
-        yield
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 def leaf(*shape: int) -> Tensor:
@@ -161,7 +156,6 @@ def test_equals_its_definition(name: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
 
 
-@needs_compiled
 @pytest.mark.peers
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith(ON_CPU)])
 def test_equals_compiled_mmcv(name: str) -> None:
@@ -171,12 +165,6 @@ def test_equals_compiled_mmcv(name: str) -> None:
         theirs = results(leaves, call)
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def compiled() -> ModuleType:
-    import mmcv._ext
-
-    return mmcv._ext
 
 
 def test_autocast_leaves_the_kernels_their_dtype() -> None:
@@ -269,6 +257,9 @@ def test_line_nms() -> None:
         assert keep[: int(count)].tolist() == expected
         assert not keep[int(count) :].any()
         assert parents[expected].tolist() == list(range(1, len(expected) + 1))
+    lanes = torch.zeros(2, 5 + 72)
+    lanes[:, 4], lanes[1, 5:] = 72, 40  # as far away as the threshold, which is not near
+    assert int(ops.line_nms(lanes, torch.tensor([0.9, 0.8]), 40.0, 4)[1]) == 2
 
 
 @pytest.mark.parametrize("mode, aligned", [("iou", True), ("iou", False), ("iof", False)])
@@ -285,7 +276,6 @@ def test_bbox_overlaps(mode: str, aligned: bool) -> None:
                 assert float(ious[i] if aligned else ious[i, j]) == pytest.approx(expected, abs=1e-6)
 
 
-@needs_compiled
 @pytest.mark.peers
 @pytest.mark.parametrize("step", [0.0, 5.0])
 def test_boxes_equal_compiled_mmcv(step: float) -> None:

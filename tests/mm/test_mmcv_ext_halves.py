@@ -12,12 +12,12 @@ import torch
 from mmcv import ops
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
-from mmengine.config import Config
 from mmengine.structures import InstanceData
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attn_plugins.mmcv_ext import OPERATORS
+from tests.mm.mm_helpers import upstream
 from tests.mm.mmcv_ext_helpers import extension
 from tests.mm.test_mmcv_ext import CASES, carafe, leaf, random_boxes
 
@@ -119,8 +119,7 @@ def test_every_function_takes_halves(dtype: torch.dtype) -> None:
 def test_losses_of_mask2former_in_float16_are_those_of_float32_outside_autocast() -> None:
     """mmdet counts masks times 12,544 points in the scores' dtype: from 6 masks on, that is infinite in float16."""
     register_all_modules(init_default_scope=False)
-    config = Config.fromfile(Config._get_cfg_path("mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py", "x.py")[0])
-    model = config.model
+    model = upstream("mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco").model
     head = MODELS.build(dict(model.panoptic_head, _scope_="mmdet", train_cfg=model.train_cfg, test_cfg=model.test_cfg))
     stock = head.loss_by_feat
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,15 +15,14 @@ import torch.distributed as dist
 from mmcv.ops import MaskedConv2d
 from mmdet.models.backbones.trident_resnet import TridentConv
 from mmdet.testing import demo_mm_inputs
-from mmdet.utils import register_all_modules
 from mmengine.config import Config
 from mmengine.logging import MessageHub
-from mmengine.registry import DefaultScope
+from mmengine.registry import MODELS, DefaultScope
 from torch import Tensor
 
 from attn_plugins import mmcv_ext
-from tests.mm.mm_helpers import demo_batch, narrow, without_downloads
-from tests.mm.mmcv_ext_helpers import extension, needs_compiled
+from tests.mm.mm_helpers import demo_batch, dictionaries, narrow, upstream
+from tests.mm.mmcv_ext_helpers import extension
 
 SIZE = (128, 160)
 # Configs that between them call every operator of the stand-in that whole models call.
@@ -44,11 +44,11 @@ MMSEG = """
 mask2former/mask2former_r50_8xb2-160k_ade20k-512x512 psanet/psanet_r50-d8_4xb4-20k_voc12aug-512x512
 ccnet/ccnet_r50-d8_4xb4-20k_voc12aug-512x512 point_rend/pointrend_r50_4xb4-160k_ade20k-512x512
 """.split()
-NAMES = [*(f"mmdet::{name}.py" for name in MMDET), *(f"mmseg::{name}.py" for name in MMSEG)]
+NAMES = [*(f"mmdet::{name}" for name in MMDET), *(f"mmseg::{name}" for name in MMSEG)]
 QUICK = [  # on the stand-in alone, and whether in bfloat16
-    ("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py", False),
+    ("mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco", False),
     *(
-        pytest.param(f"{name}.py", half, marks=pytest.mark.slow)
+        pytest.param(name, half, marks=pytest.mark.slow)
         for name, half in (
             ("mmseg::segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512", False),
             ("mmdet::dcnv2/faster-rcnn_r50_fpn_mdpool_1x_coco", True),
@@ -59,21 +59,15 @@ QUICK = [  # on the stand-in alone, and whether in bfloat16
 ]
 # Random weights give half of CenterNet's best peaks the same float32 score, and top-k leaves their order open: it
 # changes with the number of threads on compiled mmcv as well.
-FLOAT64 = ["mmdet::centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco.py"]
+FLOAT64 = ["mmdet::centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco"]
 
 
 def build(name: str, small: bool = False) -> tuple[Config, torch.nn.Module]:
     """Build a model with random weights, without score thresholds, which random weights would not pass."""
-    scope = name.partition("::")[0]
-    if scope == "mmdet":
-        register_all_modules(init_default_scope=True)
-    else:
-        from mmseg.utils import register_all_modules as register
-
-        register(init_default_scope=True)
+    import_module(f"{name.partition('::')[0]}.utils").register_all_modules(init_default_scope=True)
     config = narrow(_config(name)) if small else _config(name)
     seed()
-    model = _registry(scope).build(without_downloads(config).model)
+    model = MODELS.build(config.model)
     model.init_weights()
     for layer in model.modules():
         if isinstance(layer, TridentConv):  # which mmdet leaves as uninitialized memory
@@ -82,31 +76,18 @@ def build(name: str, small: bool = False) -> tuple[Config, torch.nn.Module]:
 
 
 def _config(name: str) -> Config:
-    config = Config.fromfile(Config._get_cfg_path(name, "x.py")[0])
-    _for_random_weights(config.model)
+    config = upstream(name)
+    # clip_border: boxes stay in the picture, or mmdet cannot paste their masks on CPUs
+    values = {"score_thr": 1e-4, "filter_thr": 1e-4, "pretrained": None, "clip_border": True}
+    for node in dictionaries(config.model):
+        node.update({key: value for key, value in values.items() if key in node})
+        if node.get("type") == "SyncBN":  # PyTorch's, for GPUs only; mmcv's is MMSyncBN
+            node["type"] = "BN"
     if config.model.get("num_queries", 0) > 300:  # more than the small picture has pixels
         config.model.num_queries = 100
     if "data_preprocessor" in config.model:
         config.model.data_preprocessor.pop("batch_augments", None)
     return config
-
-
-def _for_random_weights(node: Any) -> None:
-    # clip_border: boxes stay in the picture, or mmdet cannot paste their masks on CPUs
-    values = {"score_thr": 1e-4, "filter_thr": 1e-4, "pretrained": None, "clip_border": True}
-    if isinstance(node, dict):
-        node.update({key: value for key, value in values.items() if key in node})
-        if node.get("type") == "SyncBN":  # PyTorch's, for GPUs only; mmcv's is MMSyncBN
-            node["type"] = "BN"
-    for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
-        _for_random_weights(child)
-
-
-def _registry(scope: str) -> Any:
-    import mmdet.registry
-    import mmseg.registry
-
-    return {"mmdet": mmdet.registry, "mmseg": mmseg.registry}[scope].MODELS
 
 
 def seed() -> None:
@@ -200,7 +181,6 @@ def test_runs_on_the_stand_in(name: str, half: bool, monkeypatch: pytest.MonkeyP
     assert all(tensor.isfinite().all() for tensor in predictions)
 
 
-@needs_compiled
 @pytest.mark.peers
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)

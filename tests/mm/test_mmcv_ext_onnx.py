@@ -13,16 +13,10 @@ import torch
 from mmcv import ops
 from torch import Tensor
 
-from attn_plugins import mmcv_ext
-from tests.mm.mmcv_ext_helpers import extension
+from tests.mm.mmcv_ext_helpers import stand_in  # noqa: F401 - a fixture
 from tests.mm.test_mmcv_ext import random_boxes
 
-
-@pytest.fixture(autouse=True)
-def stand_in():
-    torch.manual_seed(0)
-    with extension(mmcv_ext):
-        yield
+pytestmark = pytest.mark.usefixtures("stand_in")
 
 
 class Calls(torch.nn.Module):
