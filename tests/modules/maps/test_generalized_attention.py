@@ -109,7 +109,7 @@ CASES += [
 @pytest.mark.parametrize(("attention_type", "variant", "size"), CASES, ids=str)
 def test_equals_the_equations(attention_type, variant, size):
     module = build(attention_type, **variant)
-    (x,) = maps((2 if size == (3, 5) else 1, 8, *size))
+    (x,) = maps((3 if size == (3, 5) else 1, 8, *size))
     expected, weights = loops(module, x)
     torch.testing.assert_close(module(x), expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(module.attention_maps(x), weights, rtol=1e-10, atol=1e-10)
