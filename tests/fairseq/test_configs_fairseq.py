@@ -228,16 +228,6 @@ def test_every_setting_of_a_readme_builds(room, recipe, overrides, joined, image
         tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
-def test_wrong_overrides_are_refused(joined, tmp_path):
-    for override, message in (
-        ("+model.encoder_atention=1111", "encoder_atention"),
-        ("model.encoder_attention=0120", "four bits"),
-        ("+model.encoder_kernel_sizes=3", "--encoder-kernel-sizes"),
-    ):
-        with pytest.raises(Exception, match=message):
-            hydra_main("gettext", *small(joined, tmp_path), override)
-
-
 def test_the_console_script(joined, tmp_path):
     """Run the script once as a process from the repository root."""
     command = ["--config-dir", "configs/fairseq", "--config-name", "gettext"]

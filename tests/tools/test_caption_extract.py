@@ -18,6 +18,7 @@ from torchvision.ops import box_iou
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tests.helpers.captioned_pictures import draw
 from tools import files
+from tools.caption import extract
 from tools.caption.__main__ import main
 from tools.caption.backbones import TimmBackbone
 from tools.caption.extract import RecordedExtractor
@@ -74,8 +75,10 @@ def test_each_way_gives_regions_and_those_of_a_new_picture(way, drawn, tmp_path,
 def test_torchvision_features_are_what_the_classifier_reads_of_the_boxes(drawn):
     """Boxes and features of the detections that torchvision's own forward returns, with their scores."""
     torch.manual_seed(0)
-    selection = Selection(1, 100, 0.05, 0.5)  # torchvision's own thresholds
-    extractor = TorchvisionRegions("fasterrcnn_resnet50_fpn", selection, "none", size=(64, 96))
+    options = argparse.ArgumentParser()
+    extract.add_arguments(options)
+    thresholds = "--min-regions 1 --max-regions 100 --score-threshold 0.05 --nms 0.5".split()  # torchvision's own
+    extractor = TorchvisionRegions(options.parse_args(["in", "out", *TORCHVISION, "96", *thresholds]), "cpu")
     model: Any = extractor.model
     picture = extractor.prepare(open_picture(drawn / "images/000003.jpg"))
     [regions] = extractor([picture])

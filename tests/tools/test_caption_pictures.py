@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -91,18 +89,6 @@ def test_pictures_of_every_kind(captioned, tmp_path, capsys):
     assert "have the same name" in capsys.readouterr().err
 
 
-def test_a_vocabulary_that_could_not_be_written(captioned, tmp_path):
-    """Without dict.txt in the data folder of the training, the words are counted again, as in training."""
-    kept, picture = (captioned / "dict.txt").read_bytes(), captioned / "images/000006.jpg"
-    assert run(captioned, tmp_path / "one.json", picture, path="visual") == 0
-    (captioned / "dict.txt").unlink()
-    try:
-        assert run(captioned, tmp_path / "two.json", picture, path="visual") == 0
-    finally:
-        (captioned / "dict.txt").write_bytes(kept)
-    assert read(tmp_path / "one.json") == read(tmp_path / "two.json")
-
-
 def test_a_broken_orientation_does_not_make_a_broken_picture(tmp_path, monkeypatch):
     Image.new("RGB", (5, 3), "red").save(tmp_path / "x.png")
 
@@ -129,13 +115,10 @@ def of_other_task(data: Path, tmp_path: Path) -> list:
     return ["--path", tmp_path / "other.pt"]
 
 
-def of_other_regions(data: Path, tmp_path: Path, width: int | None = None, **changes: Any) -> list:
-    """Return a data folder with features of another width, and a recipe with other options or, without any, none."""
+def of_other_regions(data: Path, tmp_path: Path) -> list:
+    """Return a data folder whose features have no options."""
     folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
-    images = [(i, features.regions(i)) for i in features.image_ids]
-    recipe = {**features.recipe, "options": features.recipe["options"] | changes} if changes else None
-    images = [(i, {**own, "features": own["features"][:, :width]}) for i, own in images]
-    write_region_features(folder / "regions.npz", images, recipe=recipe)
+    write_region_features(folder / "regions.npz", [(i, features.regions(i)) for i in features.image_ids])
     return ["--data", folder]
 
 
@@ -149,12 +132,6 @@ def of_other_words(data: Path, tmp_path: Path) -> list:
     return ["--detector", tmp_path / "other.safetensors"]
 
 
-def another_vocabulary(data: Path, tmp_path: Path) -> list:
-    with (copied(data, tmp_path) / "dict.txt").open("a") as file:
-        file.write("quark 9\n")
-    return ["--data", tmp_path / "data"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,12 +139,7 @@ def another_vocabulary(data: Path, tmp_path: Path) -> list:
         (["--path", "nowhere.pt"], r"--path: nowhere\.pt does not exist"),
         (["--path", __file__], r"test_caption_pictures\.py cannot be read as a fairseq checkpoint"),
         (of_other_regions, r"regions\.npz lacks the options of tools.caption extract"),
-        (
-            partial(of_other_regions, width=5, seed=0),
-            r"the checkpoint has \d+ channels per region; those of .*regions\.npz have 5",
-        ),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
-        (another_vocabulary, r"the checkpoint has \d+ words; the task's dictionary has \d+"),
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
         (["--detector", "nowhere.safetensors"], r"weights nowhere\.safetensors: no such file"),
         (of_other_words, "the detector's words, such as 'quark', are not in the vocabulary"),

@@ -1,4 +1,4 @@
-"""Alignment of HELEN's faces: means and warping in plain loops, and drawn faces of known rotation and scale."""
+"""Alignment of HELEN's faces: a mean by repeated alignment, and drawn faces of known rotation and scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from tools.datasets import face_parsing
-from tools.datasets.face_alignment import mean_shape, similarity, warp
+from tools.datasets.face_alignment import mean_shape, similarity
 
 SIZE = 96
 FACES = {"train": ["1_1", "2_1", "3_1"], "val": ["4_1"], "test": ["5_1"]}
@@ -94,9 +94,6 @@ def faces(tmp_path):
     return source, tmp_path / "annotation"
 
 
-# Means and warping
-
-
 def test_mean_is_that_of_repeated_alignment():
     rng = np.random.default_rng(3)
     shapes = []
@@ -109,26 +106,6 @@ def test_mean_is_that_of_repeated_alignment():
         mean = np.mean([applied(similarity(shape, mean), shape) for shape in normal], 0)
         mean /= np.linalg.norm(mean)
     np.testing.assert_allclose(mean_shape(shapes), mean, atol=1e-9)
-
-
-def test_labels_are_those_of_the_nearest_pixel():
-    rng = np.random.default_rng(4)
-    labels = rng.integers(0, 11, (40, 60)).astype(np.uint8)
-    matrix = turned(33, 0.8, 14, -3)
-    warped = np.asarray(warp(Image.fromarray(labels), matrix, 48, nearest=True, fill=255))
-    assert warped.shape == (48, 48)
-    outside = 0
-    for value, (x, y) in zip(warped.ravel(), sources(matrix, 48, 48).T):
-        if min(abs(x % 1 - 0.5), abs(y % 1 - 0.5)) < 1e-3:
-            continue  # between two pixels
-        row, column = round(y), round(x)
-        inside = 0 <= row < 40 and 0 <= column < 60
-        outside += not inside
-        assert value == (labels[row, column] if inside else 255)
-    assert 0 < outside < 48 * 48
-
-
-# The data set
 
 
 def test_turned_faces_become_one(faces, tmp_path):

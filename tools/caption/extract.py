@@ -51,14 +51,7 @@ OPTIONS = (  # that change the features
 
 def make_extractor(options: argparse.Namespace, device: str) -> Any:
     """Return the requested extractor."""
-    weights = options.checkpoint or ("none" if options.no_weights else "default")
-    size = options.size and (options.size[0], options.size[-1])
-    if options.grid:
-        return GridRegions(options.grid, options.grid_size, weights, device, options.seed, size)
-    selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
-    if size and len(options.size) == 1:
-        size = (size[0], 1333)  # torchvision's own limit of the longer side
-    return TorchvisionRegions(options.torchvision, selection, weights, device, options.seed, size)
+    return GridRegions(options, device) if options.grid else TorchvisionRegions(options, device)
 
 
 class RecordedExtractor:

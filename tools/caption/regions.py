@@ -6,9 +6,9 @@ these inputs gives the regions of each picture, whose boxes are relative to it, 
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,48 +86,38 @@ class Selection:
 
 
 class TorchvisionRegions:
-    """Extractor that detects boxes, refines them, and returns what the classifier reads of the refined boxes.
+    """Extractor by an R-CNN of torchvision: detects boxes, refines them, and returns what its classifier reads of them.
 
-    Args:
-        name: Model name in torchvision, such as ``fasterrcnn_resnet50_fpn``.
-        selection: Selection of the regions to keep.
-        weights: ``"default"`` for torchvision's COCO weights, ``"none"`` for random ones by ``seed``, or a file.
-        size: Shorter and longer side of the scaled pictures in pixels; None: the model's own.
+    ``options`` are those of :mod:`tools.caption.extract`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        selection: Selection,
-        weights: str | Path = "default",
-        device: str = "cpu",
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
         from torchvision.models import detection, get_model, list_models
 
+        name, file, size = options.torchvision, options.checkpoint, options.size
+        self.device = device
+        self.selection = Selection(options.min_regions, options.max_regions, options.score_threshold, options.nms)
         usable = [x for x in list_models(detection) if "rcnn" in x]
         if name not in usable:
             raise ValueError(f"--torchvision must be one of {', '.join(usable)}, got {name!r}")
-        options: dict[str, Any] = {} if size is None else dict(min_size=size[0], max_size=size[1])
-        state = read_weights(weights)[0] if isinstance(weights, Path) else None
+        more: dict[str, Any] = dict(min_size=size[0], max_size=(*size, 1333)[1]) if size else {}
+        state = read_weights(file)[0] if file else None
         if state is not None:
             if _CLASSES not in state:
-                raise ValueError(f"{weights} does not fit {name}: it has no {_CLASSES}")
-            options["num_classes"] = len(state[_CLASSES])
-        torch.manual_seed(seed)
+                raise ValueError(f"{file} does not fit {name}: it has no {_CLASSES}")
+            more["num_classes"] = len(state[_CLASSES])
+        torch.manual_seed(options.seed)
         try:
-            default = "DEFAULT" if weights == "default" else None
-            model = get_model(name, weights=default, weights_backbone=None, **options)
+            weights = None if file or options.no_weights else "DEFAULT"
+            model = get_model(name, weights=weights, weights_backbone=None, **more)
         except (OSError, RuntimeError) as error:
             raise ValueError(f"torchvision's weights of {name} are unavailable ({error}): {HINT}") from error
         if state is not None:
             try:
                 model.load_state_dict(state)
             except RuntimeError as error:
-                raise ValueError(f"{weights} does not fit {name}: {error}"[:500]) from error
+                raise ValueError(f"{file} does not fit {name}: {error}"[:500]) from error
         self.model: Any = model.to(device).eval()
-        self.selection, self.device = selection, device
 
     @staticmethod
     def prepare(picture: Image.Image) -> Tensor:
@@ -152,35 +142,25 @@ class TorchvisionRegions:
 
 
 class GridRegions:
-    """Extractor with one region per cell, row by row, with the score 1; pictures are stretched to the network's size.
+    """Extractor with one region per cell of a timm backbone's map, row by row, with the score 1.
 
-    Args:
-        name: Model name in timm.
-        cells: Number of cells per side. If the map has fewer, some regions are equal.
-        weights: ``"default"`` for timm's weights, ``"none"`` for random ones by ``seed``, or a file.
-        size: (H, W) in pixels; None: the size stored in the file ``weights``, else the model's own.
+    ``options`` are those of :mod:`tools.caption.extract`. Pictures are stretched to ``size``, else to the size stored
+    with the weights, else to the model's own. If the map has fewer cells than asked for, some regions are equal.
     """
 
-    def __init__(
-        self,
-        name: str,
-        cells: int = 7,
-        weights: str | Path = "default",
-        device: str = "cpu",
-        seed: int = 0,
-        size: tuple[int, int] | None = None,
-    ) -> None:
-        if cells < 1:
-            raise ValueError(f"--grid-size must be at least 1, got {cells}")
-        torch.manual_seed(seed)
-        if size is None and isinstance(weights, Path):
-            metadata = read_weights(weights)[1]
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
+        file, size = options.checkpoint, options.size and (options.size[0], options.size[-1])
+        if options.grid_size < 1:
+            raise ValueError(f"--grid-size must be at least 1, got {options.grid_size}")
+        torch.manual_seed(options.seed)
+        if size is None and file:
+            metadata = read_weights(file)[1]
             size = json.loads(metadata.get("size", metadata.get("input_size", "null")))
-        self.backbone = TimmBackbone(name, None if size is None else (size[0], size[1]))
-        if weights != "none":
-            self.backbone.load(weights if isinstance(weights, Path) else None, HINT)
+        self.backbone = TimmBackbone(options.grid, None if size is None else (size[0], size[1]))
+        if not options.no_weights:
+            self.backbone.load(file, HINT)
         self.backbone.to(device).eval()
-        self.prepare, self.cells, self.device = self.backbone.prepare, cells, device
+        self.prepare, self.cells, self.device = self.backbone.prepare, options.grid_size, device
 
     @torch.inference_mode()
     def __call__(self, batch: list[Tensor]) -> list[Regions]:
