@@ -44,17 +44,6 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1 else tensor * scale
 
 
-def _logits(terms: Terms, shape: torch.Size, dtype: torch.dtype) -> list[Tensor | None]:
-    """Expand row, column and key logits to (B, M, Hq, Wq, Hk), (B, M, Hq, Wq, Wk) and (B, M, Hk * Wk)."""
-    _, _, value, row_logits, column_logits, key_logits = terms
-    Hk, Wk = value.shape[2:4]
-    return [
-        None if row_logits is None else row_logits.to(dtype).expand(*shape, Hk),
-        None if column_logits is None else column_logits.to(dtype).expand(*shape, Wk),
-        None if key_logits is None else key_logits.to(dtype).flatten(2).contiguous().expand(*shape[:2], Hk * Wk),
-    ]
-
-
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
@@ -65,7 +54,7 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
         None if key is None else _scaled(_columns(key, dtype), options.scale),
         None if narrow else _rows(value, dtype),
         _columns(value, dtype) if narrow else None,
-        *_logits(terms, lse.shape, dtype),
+        *terms.logits(lse.shape, dtype),
         target,
         lse,
         value.shape[2] * value.shape[3],
@@ -108,7 +97,7 @@ def backward(
         None if key is None else _scaled(_columns(key, dtype), options.scale),
         None if key is None or _narrow(d, dtype) else _scaled(_rows(key, dtype), options.scale),
         _columns(value, dtype),
-        *_logits(terms, lse.shape, dtype),
+        *terms.logits(lse.shape, dtype),
         lse,
         *written.values(),
         keys,

@@ -22,7 +22,7 @@ class Problem:
     """Arguments of one call, in the dtype of the arithmetic, and the attention weights of a chunk."""
 
     def __init__(self, terms: Terms, options: Options) -> None:
-        query, key, value, row_logits, column_logits, key_logits = terms
+        query, key, value, *_ = terms
         self.dtype = dtype = arithmetic_dtype(value.dtype)
         B, M, self.Hk, self.Wk, _ = value.shape
         self.shape = (B, M, *terms.grid())
@@ -30,11 +30,7 @@ class Problem:
         self.query = None if query is None else query.to(dtype)
         self.key = None if key is None else key.flatten(2, 3).to(dtype) * options.scale
         self.value = value.flatten(2, 3).to(dtype)
-        self.row = _expand(row_logits, (*self.shape, self.Hk), dtype)
-        self.column = _expand(column_logits, (*self.shape, self.Wk), dtype)
-        self.key_logits = None
-        if key_logits is not None:
-            self.key_logits = key_logits.to(dtype).flatten(2).contiguous().expand(B, M, self.keys)
+        self.row, self.column, self.key_logits = terms.logits(self.shape, dtype)
         self.device = value.device
         budget = WORKSPACE["cpu" if self.device.type == "cpu" else "cuda"] // self.value.element_size()
         self.chunks = list(chunks(*self.shape, self.keys, budget))
@@ -82,10 +78,6 @@ class Problem:
 def rows_of(block: Tensor) -> Tensor:
     """Reshape (b, M, h, w, ·) to (b * M, h * w, ·): a view if strides allow, else a copy of one chunk."""
     return block.flatten(2, 3).flatten(0, 1)
-
-
-def _expand(logits: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
-    return None if logits is None else logits.to(dtype).expand(shape)
 
 
 def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -27,6 +29,16 @@ class Terms(NamedTuple):
                 Hq = tensor.shape[2] if Hq == 1 else Hq
                 Wq = tensor.shape[3] if Wq == 1 else Wq
         return Hq, Wq
+
+    def logits(self, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor | None]:
+        """Expand row and column logits to ``shape``, (B, M, Hq, Wq), and their keys; key logits to (B, M, Hk * Wk)."""
+        _, _, value, row, column, key = self
+        Hk, Wk = value.shape[2:4]
+        return [
+            None if row is None else row.to(dtype).expand(*shape, Hk),
+            None if column is None else column.to(dtype).expand(*shape, Wk),
+            None if key is None else key.to(dtype).flatten(2).contiguous().expand(*shape[:2], Hk * Wk),
+        ]
 
 
 class Options(NamedTuple):

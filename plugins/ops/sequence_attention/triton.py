@@ -206,6 +206,7 @@ def backward(
 ) -> Gradients:
     """Fill or return the gradients that are not None."""
     from . import triton_kernels as kernels
+    from . import triton_shared
 
     call = Call(terms, options)
     B, M, T, S = call.B, call.M, call.T, call.S
@@ -228,7 +229,7 @@ def backward(
         block = power_of_two(max(T, S))
         tile = Tile(block, block, 8, 2 if triton_launch.hopper(terms.value) else 1)  # those that do not spill
         call.run(
-            kernels.differentiate_windows, parts * M, tile,
+            triton_shared.differentiate_windows, parts * M, tile,
             dict(grad_output=grad_output, sums=sums, grad_query=query, grad_key=key, grad_value=value),
             dict(share=share, entries=B),
         )  # fmt: skip
@@ -259,7 +260,7 @@ def backward(
             kernels.differentiate_keys, programs, tile, tensors | targets_of_keys, BLOCK_BAND=_band_block(tile.queries)
         )
     if shared is not None:
-        targets["position_logits"] = _sum_position(kernels.differentiate_position, call, tensors, shared.shape)
+        targets["position_logits"] = _sum_position(triton_shared.differentiate_position, call, tensors, shared.shape)
     return targets
 
 
