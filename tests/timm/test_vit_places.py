@@ -52,18 +52,6 @@ def test_a_paused_thread_keeps_its_grid(model):
         torch.testing.assert_close(paused.result(), wide)
 
 
-def test_many_threads():
-    model = open_gates(build(dynamic_img_size=True))
-    sizes = [(16 * h, 16 * w) for h, w in ((3, 4), (4, 3), (2, 6), (6, 2))]
-    pictures = [picture(*size, B=1) for size in sizes]
-    call = torch.no_grad()(model)
-    expected = [call(x) for x in pictures]
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(call, pictures * 25))
-    for number, result in enumerate(results):
-        torch.testing.assert_close(result, expected[number % 4])
-
-
 # timm passes keyword arguments to NaFlexVit's blocks, which reentrant checkpointing refuses.
 @pytest.mark.parametrize("model, reentrant", [("vit", False), ("vit", True), ("naflex", False)], indirect=["model"])
 def test_gradient_checkpointing_of_several_sizes(model, reentrant):
