@@ -16,6 +16,7 @@ import attn_plugins.timm  # noqa: E402
 from attn_plugins.modules.maps.augmented_conv import AAConv2d  # noqa: E402
 from attn_plugins.modules.maps.deformable_conv import DeformableConv2d  # noqa: E402
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d  # noqa: E402
+from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has_format  # noqa: E402
 
 ROOMS = ("aa_resnet", "aa_mnasnet", "aa_wide_resnet", "attended_resnet")
 MODELS = sorted(name for room in ROOMS for name in timm.list_models(module=room))
@@ -199,6 +200,36 @@ def test_any_image_size_works(name):
     model = small(name)
     for size in ((1, 1), (7, 300), (33, 47)):
         assert model(torch.randn(1, 3, *size)).isfinite().all()
+
+
+AUGMENTATION = dict(kappa=0.25, nu=0.5, num_heads=2, min_key_dim_per_head=4)
+BLOCKS = {
+    "AABasicBlock": dict(inplanes=16, planes=16, output_size=(6, 9), augmentation=AUGMENTATION),
+    "AABottleneck": dict(inplanes=16, planes=4, output_size=(6, 9), augmentation=AUGMENTATION),
+    "AAWideBlock": dict(inplanes=16, planes=24, stride=2, augmentation=dict(AUGMENTATION, input_size=(6, 9))),
+    "AttendedBottleneck": dict(inplanes=16, planes=4, num_heads=2),
+    "AttendedBottleneck, deformable": dict(inplanes=16, planes=4, num_heads=2, deformable=True),
+}
+
+
+def test_every_block_is_here():
+    named = {name for name in attn_plugins.timm.__all__ if "Block" in name or "Bottleneck" in name}
+    assert named == {name.split(",")[0] for name in BLOCKS}
+
+
+@pytest.mark.parametrize("size, autocast", [((6, 9), False), ((9, 6), True)])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_answers_in_the_format_of_its_input(block, size, autocast):
+    torch.manual_seed(0)
+    layer = getattr(attn_plugins.timm, block.split(",")[0])(**BLOCKS[block])
+    check_memory_format(layer, (2, 16, *size), autocast)
+
+
+@torch.no_grad()
+def test_features_have_the_format_of_the_images(name):
+    model, x = small(name), torch.randn(2, 3, *SIZE)
+    for kind, layout in FORMATS.items():
+        assert has_format(model.forward_features(x.contiguous(memory_format=layout)), kind)
 
 
 def test_generalized_attention_through_timms_own_hook():
