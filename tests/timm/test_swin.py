@@ -78,7 +78,9 @@ def test_the_draw_is_timms(name):
     torch.testing.assert_close(dict(drawn), dict(expected))
 
 
-@pytest.mark.parametrize("name, position", [(V1, "relative"), (V2, "none"), (V2, "relative")])
+@pytest.mark.parametrize(
+    "name, position", [(V2, "none"), *((name, kind) for name in (V1, V2) for kind in ("relative", "bilateral"))]
+)
 def test_other_positions_and_no_shift(name, position, tmp_path):
     """Such models differ, and load timm's weights where they fit."""
     stock, options = stock_and_file(name, tmp_path)
@@ -89,8 +91,10 @@ def test_other_positions_and_no_shift(name, position, tmp_path):
     assert not close(loaded(picture()), stock(picture()))
     for key in set(stock.state_dict()) - tables:
         torch.testing.assert_close(loaded.state_dict()[key], stock.state_dict()[key], rtol=1e-6, atol=1e-6, msg=key)
-    if position == "relative":
-        assert not any(m.gate.any() for m in loaded.modules() if isinstance(m, SwinAttention))
+    layers = [m for m in loaded.modules() if isinstance(m, SwinAttention)]
+    assert position == "none" or not any(layer.gate.any() for layer in layers)
+    if position == "bilateral":
+        assert {(m.kernel_size, m.outside, m.smoothing) for m in layers} == {(5, "learned", "zscore")}
     torch.testing.assert_close(loaded(picture()), plain(picture()))
     still = build(name, position=position, shift=False)
     still.load_state_dict(ours.state_dict())
@@ -123,18 +127,6 @@ def test_what_is_added_to_the_table_starts_as_timms(name, options, tmp_path):
     assert not close(model(picture()), stock(picture()))
     model(picture()).square().sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
-@pytest.mark.parametrize("name", [V1, V2])
-def test_bilateral_in_the_tables_place(name, tmp_path):
-    """It starts as no position does."""
-    _, ours = stock_and_file(name, tmp_path)
-    model, plain = (
-        timm.create_model(name, **ours, position=position).double().eval() for position in ("bilateral", "none")
-    )
-    assert close(model(picture()), plain(picture()))
-    layers = [m for m in model.modules() if isinstance(m, SwinAttention)]
-    assert {(m.kernel_size, m.outside, m.smoothing) for m in layers} == {(5, "learned", "zscore")}
 
 
 @pytest.mark.parametrize("name", [V1, V2])
