@@ -12,11 +12,15 @@ and both together, ε2 + ε4 = (q + v)·R[k - q].
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..ops.common.axes import unfold
+from ..ops.common.gradients import traced, transformed
 from .cached import cached
 from .sine_position import sine_encoding
 
@@ -90,3 +94,88 @@ def relative_logits(
         raise ValueError(f"axis must be 'row' or 'column', got '{axis}'")
     pairs = spread(table, query.shape[2 if axis == "row" else 3], keys, q_stride, kv_stride)
     return torch.einsum("bmhwd,mdhk->bmhwk" if axis == "row" else "bmhwd,mdwk->bmhwk", query, pairs)
+
+
+# Up to this many rows and columns of queries, one product with both axes' tables replaces two with tables over pairs,
+# each of which reads a copy of the queries. It computes twice as many numbers.
+_FEW_LINES = 128
+
+
+def both_axes_logits(query: Tensor, table: Tensor, keys: Sequence[int], scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Compute the products of all queries with the encoded offsets to all rows and to all columns of keys.
+
+    Queries and keys have the same distance, so that the tables hold Hq + Hk - 1 and Wq + Wk - 1 offsets.
+
+    Args:
+        query: (B, M, Hq, Wq, d).
+        table: (M, d, D), or (1, d, D) for all heads: projected encodings of the offsets of rows, ascending, then of
+            those of columns.
+        keys: (Hk, Wk).
+        scale: Factor of the products.
+
+    Returns:
+        (B, M, Hq, Wq, Hk) and (B, M, Hq, Wq, Wk), which may share memory: do not write to them.
+    """
+    M, H, W = query.shape[1:4]
+    if traced() or transformed() or forward_ad._current_level >= 0 or H + W > _FEW_LINES:
+        scaled = _times(table, scale).expand(M, -1, -1)
+        rows, columns = scaled.split((H + keys[0] - 1, W + keys[1] - 1), 2)
+        return relative_logits(query, rows, keys[0], "row"), relative_logits(query, columns, keys[1], "column")
+    return _BothAxes.apply(query, table, scale, keys[0], keys[1])
+
+
+class _BothAxes(torch.autograd.Function):
+    """One product with all offsets, (M, B * Hq * Wq, D), of which rows and columns of keys are views.
+
+    From a query to the next, the view begins one offset earlier.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, table: Tensor, scale: float, Hk: int, Wk: int) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.scaled = scale, _scaled(table, scale, query)
+        ctx.save_for_backward(query, table)
+        (B, M, H, W, _), D = query.shape, table.shape[2]
+        b, m, h, rows = H * W * D, B * H * W * D, W * D, H + Hk - 1
+        ctx.views = (
+            ((B, M, H, W, Hk), (b, m, h - 1, D, 1), H - 1),
+            ((B, M, H, W, Wk), (b, m, h, D - 1, 1), rows + W - 1),
+        )
+        products = torch.bmm(_by_head(query), ctx.scaled)
+        return products.as_strided(*ctx.views[0]), products.as_strided(*ctx.views[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, table = ctx.saved_tensors
+        total: Tensor | None = None
+        for grad, view in zip(grads, ctx.views):
+            if grad is not None:
+                if total is None:
+                    (B, M, H, W, _), D = query.shape, table.shape[2]
+                    total = grad.new_zeros(M, B * H * W, D, dtype=query.dtype)
+                total.as_strided(*view).copy_(grad)
+        if total is None:
+            return None, None, None, None, None
+        grad_query = grad_table = None
+        if ctx.needs_input_grad[0]:
+            scaled = _scaled(table, ctx.scale, query) if torch.is_grad_enabled() else ctx.scaled
+            grad_query = torch.bmm(total, scaled.transpose(1, 2)).view(M, B, H, W, -1).transpose(0, 1)
+        if ctx.needs_input_grad[1] and table.shape[0] == M:
+            grad_table = _times(torch.bmm(_by_head(query).transpose(1, 2), total).to(table.dtype), ctx.scale)
+        elif ctx.needs_input_grad[1]:
+            summed = torch.bmm(total.transpose(1, 2), _by_head(query)).sum(0, keepdim=True, dtype=table.dtype)
+            grad_table = _times(summed, ctx.scale).transpose(1, 2)
+        return grad_query, grad_table, None, None, None
+
+
+def _by_head(query: Tensor) -> Tensor:
+    """View (B, M, H, W, d) as (M, B * H * W, d), copied where it is not channels-last."""
+    return query.transpose(0, 1).flatten(1, 3)
+
+
+def _scaled(table: Tensor, scale: float, query: Tensor) -> Tensor:
+    return _times(table, scale).to(query.dtype).expand(query.shape[1], -1, -1)
+
+
+def _times(tensor: Tensor, scale: float) -> Tensor:
+    return tensor if scale == 1 else tensor * scale

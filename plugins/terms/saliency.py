@@ -32,9 +32,9 @@ def add_vector(query: Tensor, vector: Tensor) -> Tensor:
         vector: (M, d).
 
     Returns:
-        (B, M, Hq, Wq, d).
+        (B, M, Hq, Wq, d), in the query's dtype, which under autocast is not the vector's.
     """
-    return query + vector[:, None, None]
+    return query + vector[:, None, None].to(query.dtype)
 
 
 def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], sampling_locations: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...terms.attention_type import parse_attention_type
 from ...terms.cached import cached
-from ...terms.relative_position import axis_encoding, relative_logits, spread
+from ...terms.relative_position import axis_encoding, both_axes_logits, relative_logits, spread
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import shared_axis_window, window_logits, window_position_logits
 from ..common.attention import attend
@@ -23,7 +23,8 @@ from ..common.axis_table import axis_table
 from ..common.checks import check_map, check_range, positive
 from ..common.logits import MapLogits, WindowLogits, as_content
 from ..common.weights import map_logits, map_weights
-from .memory_format import in_format_of, map_heads, to_channels_last
+from .joined import project
+from .memory_format import add_scaled, map_heads, to_channels_last
 from .normalised import normalise, projections
 
 
@@ -198,10 +199,10 @@ class GeneralizedAttention2d(nn.Module):
         output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, x.shape[2:])
-        output = in_format_of(x, output)
-        if output.dtype == x.dtype and output.shape == x.shape:
-            return torch.addcmul(x, self.gamma, output)
-        return x + self.gamma * output  # ε3 alone: one pixel for all queries; its gradient is summed before the product
+        gamma = self.gamma.to(output.dtype)  # autocast's, so that the sum stays in the dtype of x
+        if output.shape == x.shape:
+            return add_scaled(x, gamma, output)
+        return x + gamma * output  # ε3 alone: one pixel for all queries; its gradient is summed before the product
 
     def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the size of the map of queries for an input of ``size`` (H, W)."""
@@ -231,7 +232,7 @@ class GeneralizedAttention2d(nn.Module):
 
         The softmax of their sum is :meth:`attention_maps`, whose arguments and axes are the same.
         """
-        query, key, value = self._features(x, context)
+        query, key, value, _ = self._features(x, context)
         terms, u, v = self.terms, self._vector(self.appr_bias), self._vector(self.geom_bias)
         in_range = self._both_axes(None, None, x, value)
         parts: dict[str, MapLogits] = {}
@@ -248,19 +249,17 @@ class GeneralizedAttention2d(nn.Module):
 
     def _logits(self, x: Tensor, context: Tensor | None) -> MapLogits | WindowLogits:
         """Compute the sum of all terms, for the keys around each query if the range is a window of a map."""
-        query, key, value = self._features(x, context)
         by_content, by_position, _, _ = self.terms
-        content, content_key = (query, key) if by_content else (None, None)
-        key_logits: Tensor | None = None
         u = self._vector(self.appr_bias)
-        if u is not None and key is not None:
-            if content is None:
-                key_logits = key_saliency(key, u)
-            else:
-                content = add_vector(content, u)
+        query, key, value, key_logits = self._features(x, context, None if by_content else u)
+        content, content_key = (query, key) if by_content else (None, None)
         moved = query if by_position else None
-        if not self.in_windows or context is not None:
-            row, column = self._both_axes(moved, self._vector(self.geom_bias), x, value)
+        in_windows = self.in_windows and context is None
+        # Before u is added: the gradient that arrives first decides the layout, and a product's is not that of a map.
+        row, column = (None, None) if in_windows else self._both_axes(moved, self._vector(self.geom_bias), x, value)
+        if content is not None and u is not None:
+            content = add_vector(content, u)
+        if not in_windows:
             return MapLogits(content, content_key, value, row, column, key_logits)
         # A larger radius than the map's size minus 1 would add no keys; a symbolic size is not compared.
         H, W = x.shape[2], x.shape[3]
@@ -276,23 +275,35 @@ class GeneralizedAttention2d(nn.Module):
             content, content_key = as_content(key_logits)
         return WindowLogits(content, content_key, value, position_logits, kernel_size, padding=radius)
 
-    def _features(self, x: Tensor, context: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them."""
+    def _features(
+        self, x: Tensor, context: Tensor | None, u: Tensor | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+        """Compute scaled query, key and value, (B, M, ·, ·, d), as far as the terms need them.
+
+        With the scaled ``u``, (M, d), compute ε3 of the keys as well, (B, M, Hk, Wk); the key is then None.
+        """
         check_map(x, self.in_channels, self.gamma)
         if context is not None:
             check_map(context, self.in_channels, self.gamma, "context")
             if context.shape[0] != x.shape[0]:
                 raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
-        query: Tensor | None = None
-        key: Tensor | None = None
+        convs: dict[str, nn.Module | None] = dict(query=self.query_conv, key=self.key_conv, value=self.value_conv)
+        found = {name: conv for name, conv in convs.items() if conv is not None}
         if self.query_conv is not None:
             x = to_channels_last(x)
-            query = self._scaled(map_heads(self.query_conv(_every(x, self.q_stride)), self.num_heads))
         keys = to_channels_last(_every(x if context is None else context, self.kv_stride))
-        value = map_heads(self.value_conv(keys), self.num_heads)
-        if self.key_conv is not None:
-            key = map_heads(self.key_conv(keys), self.num_heads)
-        return query, key, value
+        if context is None and self.q_stride == self.kv_stride:
+            maps = project(keys, found, u)
+        else:
+            queries = {"query": found.pop("query")(_every(x, self.q_stride))} if "query" in found else {}
+            maps = queries | project(keys, found, u)
+        saliency = maps.pop("saliency", None)
+        heads = {name: map_heads(projected, self.num_heads) for name, projected in maps.items()}
+        query, key = heads.get("query"), heads.get("key")
+        query = None if query is None else self._scaled(query)
+        if u is not None and key is not None:
+            key, saliency = None, key_saliency(key, u)
+        return query, key, heads["value"], saliency
 
     def _along_window(self, projection: nn.Linear, query: Tensor | None, radius: int) -> Tensor:
         """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
@@ -315,10 +326,15 @@ class GeneralizedAttention2d(nn.Module):
             value: (B, M, Hk, Wk, d).
         """
         logits: list[Tensor | None] = []
+        if query is not None and v is not None:
+            query = add_vector(query, v)
+        both = self._joint_logits(query, value) if self.q_stride == self.kv_stride else None
         for n, (axis, projection) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
             queries, keys = self.attention_size(x.shape[2:])[n], value.shape[2 + n]
             along: Tensor | None = None
-            if projection is not None and (query is not None or v is not None):
+            if both is not None:
+                along = both[n]
+            elif projection is not None and (query is not None or v is not None):
                 along = self._axis_logits(projection, query, v, queries, keys, axis)
             if self.spatial_range != -1:
                 in_range = _along(self.axis_range(queries, keys, x).unsqueeze(0), axis)
@@ -326,13 +342,22 @@ class GeneralizedAttention2d(nn.Module):
             logits.append(along)
         return logits[0], logits[1]
 
+    def _joint_logits(self, query: Tensor | None, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Compute the products of (B, M, Hq, Wq, d) with both axes' tables together, where there are any."""
+        if query is None or self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:
+            return None
+        tables = [
+            self._table(projection, query.shape[2 + n], value.shape[2 + n], self.q_stride, self.kv_stride, query)
+            for n, projection in enumerate((self.appr_geom_fc_y, self.appr_geom_fc_x))
+        ]
+        return both_axes_logits(query, torch.cat(tables, 2), value.shape[2:4])
+
     def _axis_logits(
         self, projection: nn.Linear, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
     ) -> Tensor:
-        """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on."""
+        """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on; ``query`` contains v."""
         table = self._table(projection, queries, keys, self.q_stride, self.kv_stride, v if query is None else query)
         if query is not None:
-            query = query if v is None else add_vector(query, v)
             return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
         assert v is not None
         bias = torch.einsum("md,mdn->mn", v, table)

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ...ops.common import transposition
 from ...ops.common.axes import unflatten
 from ...ops.common.gradients import is_batched_gradient, traced, transformed
+from ...ops.common.strides import memory_format
 
 # A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
 # 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
@@ -23,8 +25,8 @@ _FEW_THREADS = 4
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether (B, C, H, W) is channels-last and not also contiguous (as with C = 1 or H = W = 1)."""
-    return not _is_mapped(x) and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    """Return whether (B, C, H, W) is channels-last by :func:`~attn_plugins.ops.common.strides.memory_format`."""
+    return not _is_mapped(x) and memory_format(x) == torch.channels_last
 
 
 def to_channels_last(x: Tensor) -> Tensor:
@@ -52,9 +54,13 @@ def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
     """
     if x.dtype != output.dtype:
         return x + scale * in_format_of(x, output)
-    formats = x.is_contiguous() and is_channels_last(output) and x.shape == output.shape
-    if formats and x.dtype == scale.dtype and not traced() and transposition.has_kernel(x):
+    alike = x.dtype == scale.dtype and x.shape == output.shape
+    if alike and not traced() and not transformed() and forward_ad._current_level < 0:
         return _ScaledSum.apply(x, scale, output)
+    return _scaled_sum(x, scale, output)
+
+
+def _scaled_sum(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
     # Convert before the sum, which is ten times slower for mixed memory formats.
     return torch.addcmul(x, scale, in_format_of(x, output))
 
@@ -63,11 +69,11 @@ def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
     """Return ``x`` in channels-last or contiguous memory, copied if needed; under ``torch.func``, ``x`` itself."""
     if _is_mapped(x):
         return x
-    memory_format = torch.channels_last if channels_last else torch.contiguous_format
-    if x.is_contiguous(memory_format=memory_format):
+    wanted = torch.channels_last if channels_last else torch.contiguous_format
+    if x.is_contiguous(memory_format=wanted):
         return x
     if traced():  # compilers and tracers choose the layout themselves
-        return x.contiguous(memory_format=memory_format)
+        return x.contiguous(memory_format=wanted)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Converted.apply(x, channels_last)
     return _copied(x, channels_last)
@@ -92,18 +98,20 @@ class _Converted(torch.autograd.Function):
 
 
 class _ScaledSum(torch.autograd.Function):
-    """The sum of a contiguous map and a multiple of a channels-last map."""
+    """The sum of a map and a multiple of another, whose backward is cheaper than that of ``addcmul``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
         ctx.save_for_backward(scale, output)
-        return transposition.transposed(_matrices(output, False), _matrices(x, True), scale).view_as(x)
+        if x.is_contiguous() and is_channels_last(output) and transposition.has_kernel(x):
+            return transposition.transposed(_matrices(output, False), _matrices(x, True), scale).view_as(x)
+        return _scaled_sum(x, scale, output)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scale, output = ctx.saved_tensors
         _, needs_scale, needs_output = ctx.needs_input_grad
-        converted = to_channels_last(grad) if needs_scale or needs_output else grad
+        converted = in_format_of(output, grad) if needs_scale or needs_output else grad
         grad_scale = (converted * output).sum().view_as(scale) if needs_scale else None
         return grad, grad_scale, scale * converted if needs_output else None
 

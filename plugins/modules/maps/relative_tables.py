@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...terms.relative_position import relative_logits
+from ...terms.relative_position import both_axes_logits, relative_logits
 from ...terms.relative_table import resize_table
 from ..common.attention import MapAttention
 from ..common.checks import check_table_size, pair
@@ -65,14 +65,20 @@ class RelativeTables(MapAttention):
         """
         if self.height_rel is None or self.width_rel is None:
             return None, None
-        logits = []
-        for n, (axis, table) in enumerate((("row", self.height_rel), ("column", self.width_rel))):
+        offsets = []
+        for n, table in enumerate((self.height_rel, self.width_rel)):
             size = query.shape[2 + n]
+            resized, covered = resize_table(table, size), size + (keys[n] - 1) * stride[n]
             # Strided keys may end before the last row of queries; drop the offsets beyond.
-            offsets = resize_table(table, size)[: size + (keys[n] - 1) * stride[n]]
-            encoded = (offsets.t() * scale).expand(query.shape[1], -1, -1)  # the table is smaller than the queries
-            logits.append(relative_logits(query, encoded, keys[n], axis, 1, stride[n]))
-        return logits[0], logits[1]
+            offsets.append(resized if covered == resized.shape[0] else resized[:covered])
+        if stride[0] == stride[1] == 1:
+            return both_axes_logits(query, torch.cat(offsets).t().unsqueeze(0), keys, scale)
+        # The tables are smaller than the queries.
+        rows, columns = ((table.t() * scale).expand(query.shape[1], -1, -1) for table in offsets)
+        return (
+            relative_logits(query, rows, keys[0], "row", 1, stride[0]),
+            relative_logits(query, columns, keys[1], "column", 1, stride[1]),
+        )
 
     def check_size(self, x: Tensor) -> None:
         """Check that the tables fit the size of ``x``."""

@@ -1,0 +1,48 @@
+"""Several 1×1 convolutions of one map as one.
+
+Shapes: B batch, C channels, M heads, d width per head, (H, W) the map.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...ops.common.axes import unflatten
+from ...ops.common.gradients import traced
+from ..common.untouched import has_global_hooks, untouched
+
+
+def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None) -> dict[str, Tensor]:
+    """Apply 1×1 convolutions without a bias to ``x``, (B, C, H, W), as one convolution where nobody can notice.
+
+    They are called one by one where they are of another class (quantised, adapted, normalised), have hooks, or have
+    weights that are not plain, and while PyTorch compiles or traces, as exporters then name each of them.
+
+    Args:
+        x: (B, C, H, W).
+        convs: Convolutions by name.
+        vector: (M, d), to compute as ``'saliency'``, (B, M, H, W), the products of the map named ``'key'`` with it.
+            They are computed without that map, or, where the convolutions are called one by one, not at all.
+
+    Returns:
+        The maps by name.
+    """
+    if len(convs) == 1 or traced() or has_global_hooks() or not all(map(_is_plain, convs.values())):
+        return {name: conv(x) for name, conv in convs.items()}
+    weights: dict[str, Tensor] = {name: conv.weight for name, conv in convs.items()}  # type: ignore[misc]
+    if vector is not None and (key := weights.pop("key", None)) is not None:
+        by_head = unflatten(key, 0, vector.shape).flatten(2)
+        with torch.autocast(x.device.type, enabled=False):  # cast once, by the convolution
+            products = torch.bmm(vector.unsqueeze(1), by_head)  # (M, 1, C)
+        weights["saliency"] = products.mT.unsqueeze(3)
+    maps = F.conv2d(x, torch.cat([*weights.values()])).split([weight.shape[0] for weight in weights.values()], 1)
+    return dict(zip(weights, maps))
+
+
+def _is_plain(conv: nn.Module) -> bool:
+    if not untouched(conv, nn.Conv2d):
+        return False
+    weight = conv.weight
+    return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.device.type != "meta"
