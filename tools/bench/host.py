@@ -38,13 +38,14 @@ from .cases.calls import OPERATORS
 LAUNCHES_NOTHING = {
     f"aten::{n}"
     for n in """
-    _conj _reshape_alias _to_copy _unsafe_view alias as_strided as_strided_ batch_norm _batch_norm_impl_index chunk clone
-    contiguous conv1d conv2d conv3d detach detach_ dropout einsum empty empty_like empty_strided expand expand_as
-    feature_dropout flatten lift_fresh linear mH mT matmul max_pool2d movedim narrow new_empty new_empty_strided new_full
-    new_ones new_zeros numpy_T ones ones_like pad permute real reshape resize_ resolve_conj resolve_neg result_type select
-    set_ slice split split_with_sizes squeeze stride sum_to_size swapaxes t to transpose transpose_ type_as unbind
-    unflatten unfold unsqueeze unsqueeze_ view view_as zeros zeros_like adaptive_avg_pool2d full full_like item
-    _local_scalar_dense is_nonzero select_backward slice_backward embedding lift mean_dim output_nr requires_grad_
+    _batch_norm_impl_index _conj _local_scalar_dense _reshape_alias _to_copy _unsafe_view adaptive_avg_pool2d
+    alias as_strided as_strided_ batch_norm chunk clone contiguous conv1d conv2d conv3d detach detach_ dropout
+    einsum embedding empty empty_like empty_strided expand expand_as feature_dropout flatten full full_like
+    is_nonzero item lift lift_fresh linear mH mT matmul max_pool2d mean_dim movedim narrow new_empty
+    new_empty_strided new_full new_ones new_zeros numpy_T ones ones_like output_nr pad permute real
+    requires_grad_ reshape resize_ resolve_conj resolve_neg result_type select select_backward set_ slice
+    slice_backward split split_with_sizes squeeze stride sum_to_size swapaxes t to transpose transpose_ type_as
+    unbind unflatten unfold unsqueeze unsqueeze_ view view_as zeros zeros_like
     """.split()
 }
 SEVERAL = {"aten::convolution_backward": 2}  # the gradients of input and weight
