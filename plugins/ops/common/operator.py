@@ -45,10 +45,9 @@ class Operator:
         terms: A ``NamedTuple`` of the tensors that have gradients, each ``Tensor`` or ``Tensor | None``.
         options: A ``NamedTuple`` of everything else: ``int``, ``float``, ``bool``, ``str``, ``Sequence[int]``,
             ``Sequence[SymInt]`` for sizes, or a tensor without a gradient.
-        results: Names of the results, the output first. The others are what the forward keeps for the backward.
-        keeps: Names of the results that the backward gets.
-        needs_output: ``(terms, options)`` to whether the backward needs the output, if that is among ``keeps``. Where
-            it does not, it gets None, and callers may change the output in place. None: it always does.
+        results: Names of the results, the output first. Where there are others, the backward gets them and the output.
+        needs_output: ``(terms, options)`` to whether the backward needs the output as well. Where it does not, it gets
+            None, and callers may change the output in place. None: it always does.
         fake: ``(terms, options)`` to uninitialised results.
         fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
         reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
@@ -68,7 +67,6 @@ class Operator:
         options: Any,
         results: Sequence[str],
         *,
-        keeps: Sequence[str] = (),
         needs_output: Callable[[Any, Any], bool] | None = None,
         fake: Callable[[Any, Any], Results],
         reference: Callable[[Any, Any], Tensor],
@@ -87,7 +85,7 @@ class Operator:
         self._onnx = onnx
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._count = len(terms._fields)
-        self._kept = [results.index(result) for result in keeps]
+        self._kept = range(len(results)) if len(results) > 1 else range(0)
         self._needs_output = needs_output
         self._shared = [n for n, field in enumerate(terms._fields) if field in shared]
         names = [backend.name for backend in table]
@@ -99,7 +97,7 @@ class Operator:
         ]
         OPERATORS[name] = self
         if HAS_OPERATORS:
-            self._define(results, keeps)
+            self._define(results)
 
     def __call__(self, terms: Any, options: Any) -> Tensor:
         """Compute the output of checked terms."""
@@ -162,14 +160,14 @@ class Operator:
 
     # --- torch.library --------------------------------------------------------------------------------------------
 
-    def _define(self, results: Sequence[str], keeps: Sequence[str]) -> None:
+    def _define(self, results: Sequence[str]) -> None:
         from torch.utils.flop_counter import register_flop_formula
 
         if not _LIBRARY:
             _LIBRARY.append(torch.library.Library(NAMESPACE, "FRAGMENT"))
         library, backward = _LIBRARY[0], f"{self.name}_backward"
         terms, options = schemas.arguments(self.terms), schemas.arguments(self.options)
-        kept = [f"Tensor{'?' if self._needs_output and name == results[0] else ''} {name}" for name in keeps]
+        kept = [f"Tensor{'' if n or not self._needs_output else '?'} {results[n]}" for n in self._kept]
         gradients = [f"Tensor grad_{name}" for name in self.terms._fields]
         forward_schema = (
             f"({', '.join([*terms, *options])}) -> {schemas.returns([f'Tensor {name}' for name in results])}"
@@ -278,10 +276,10 @@ class Operator:
         terms, options = inputs[: self._count], inputs[self._count :]
         if not self._kept:
             return self._save(ctx, terms, options)
-        results = [output] if isinstance(output, Tensor) else list(output)
+        results = list(output)
         if self._needs_output and not self._needs_output(self.terms(*terms), self.options(*options)):
             results[0] = None
-        self._save(ctx, [*terms, *[results[n] for n in self._kept]], options)
+        self._save(ctx, [*terms, *results], options)
 
     def _save(self, ctx: Any, tensors: Sequence[Tensor | None], options: Sequence[Any]) -> None:
         ctx.transformed, ctx.forced, ctx.options = transformed(), backends.forced(), options

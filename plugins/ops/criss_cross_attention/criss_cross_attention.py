@@ -1,8 +1,8 @@
 """Region "criss-cross": attention to the keys in the row and in the column of each query.
 
 CCNet's criss-cross attention uses this operator without position logits, bilateral criss-cross attention uses it with
-them. It is computed as batched matrix products around one softmax, PyTorch's (``eager``) or on CPUs our own (``cpu``), or
-by Triton kernels (``triton``).
+them. It is computed as batched matrix products around one softmax, PyTorch's (``eager``) or on CPUs our own (``cpu``),
+or by Triton kernels (``triton``).
 """
 
 from __future__ import annotations
@@ -132,7 +132,6 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "weights", "log_sum_exp"),
-    keeps=("output", "weights", "log_sum_exp"),
     needs_output=lambda terms, options: options.recompute,
     fake=_results,
     fake_gradient=_gradient,

@@ -157,7 +157,6 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "log_sum_exp"),
-    keeps=("output", "log_sum_exp"),
     fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
     reference=lambda terms, options: reference.global_attention(*terms, *options),
     table=[triton.BACKEND, sdpa.BACKEND, cpu.BACKEND, eager.BACKEND],

@@ -244,7 +244,6 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "log_sum_exp"),
-    keeps=("output", "log_sum_exp"),
     needs_output=_needs_output,
     fake=lambda terms, options: empty_results(terms.value, terms.queries()),
     reference=lambda terms, options: reference.sequence_attention(*terms, *options),

@@ -141,7 +141,6 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "log_sum_exp"),
-    keeps=("output", "log_sum_exp"),
     fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
     reference=lambda terms, options: reference.window_attention(*terms, *options),
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
