@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mmdet.registry import MODELS
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from torch import nn
 
@@ -39,19 +40,20 @@ def build(attention: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     return model
 
 
-def tokens_of(model: nn.Module, count=2, size=SIZE, padded=False) -> torch.Tensor:
-    """Compute the model's output for random pictures; with ``padded``, the second is smaller than the batch."""
-    from mmdet.structures import DetDataSample
-
+def outputs(model: nn.Module, count=1, size=SIZE, padded=False) -> list[torch.Tensor]:
+    """Compute the last layer's outputs for random pictures; with ``padded``, the second is smaller than the batch."""
     generator = torch.Generator().manual_seed(3)
     pictures = torch.rand(count, 3, *size, generator=generator)
     shapes = [size] * count
     if padded:
         shapes[1] = (size[0] - 32, size[1] - 64)
     samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=shape)) for shape in shapes]
-    with torch.no_grad():
-        outputs = model.eval()(pictures, samples, mode="tensor")
-    return torch.cat([t[-1].flatten(1) for t in outputs], 1)
+    return [t[-1] for t in model.eval()(pictures, samples, mode="tensor")]
+
+
+@torch.no_grad()
+def tokens_of(model: nn.Module, count=2, **options: Any) -> torch.Tensor:
+    return torch.cat([t.flatten(1) for t in outputs(model, count, **options)], 1)
 
 
 def exchanged(model: nn.Module) -> dict[str, TokenAttention]:

@@ -7,10 +7,9 @@ from functools import partial
 
 import pytest
 import torch
-from mmdet.structures import DetDataSample
 from torch.utils.checkpoint import checkpoint
 
-from tests.mm.test_attended import build, exchanged, opened, ours
+from tests.mm.test_attended import build, exchanged, opened, ours, outputs
 
 WIDE, TALL = (64, 128), (128, 64)  # maps of as many tokens
 
@@ -26,9 +25,7 @@ def model():
 
 
 def run(model, size):
-    pictures = torch.rand(1, 3, *size, generator=torch.Generator().manual_seed(3))
-    samples = [DetDataSample(metainfo=dict(batch_input_shape=size, img_shape=size))]
-    return model(pictures, samples, mode="tensor")[0][-1]
+    return outputs(model, size=size)[0]
 
 
 def test_threads_and_calls_within_calls_keep_their_maps(model):
