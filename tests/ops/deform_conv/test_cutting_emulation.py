@@ -80,3 +80,5 @@ def test_the_documented_cut(emulated, monkeypatch):
     monkeypatch.setenv("EMULATOR_L2", str(50 << 20))
     for bytes in (2, 4):
         assert emulated.cut([16, 256, 64, 64, 64, 64, 3, 3, 256], bytes) == (4, 16384)
+    monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", "2000")
+    assert emulated.cut([16, 256, 64, 64, 64, 64, 3, 3, 256], 4) == (1, 2048)
