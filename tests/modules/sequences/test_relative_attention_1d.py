@@ -47,6 +47,7 @@ def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> tor
 )
 def test_equals_the_formula(max_distance, values, per_head, causal):
     module, x = build(max_distance=max_distance, causal=causal, values=values, per_head=per_head), tokens()
+    assert module.key_table.shape == (3 if per_head else 1, max_distance + 1 if causal else 2 * max_distance + 1, 2)
     hidden = torch.tensor([[False] * 7, [True] * 2 + [False, True] + [False] * 3])
     expected = by_loops(module, x, hidden)
     torch.testing.assert_close(module(x, key_padding_mask=hidden), expected)
