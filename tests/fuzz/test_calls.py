@@ -1,4 +1,4 @@
-"""Random calls of every operator, of modules with random options and of the stand-in for mmcv's operators on boxes.
+"""Random calls of every operator, of modules with random options and of soft non-maximum suppression for mmcv.
 
 A valid call is compared with the reference, forward and backward; then one argument is broken, which has to raise a
 ValueError or a TypeError that names it. Name, seed and number determine a call. ``make test`` runs some, ``make fuzz``
@@ -40,9 +40,9 @@ def drawn(name: str, *number: Any) -> Any:
         return modules.ModuleCall(source)
     if name == "mmcv_ext":
         pytest.importorskip("torchvision")
-        from .mmcv_ext import ExtensionCall
+        from .mmcv_ext import SoftNms
 
-        return ExtensionCall(source)
+        return SoftNms(source)
     return OPERATORS[name](source).complete(source)
 
 
