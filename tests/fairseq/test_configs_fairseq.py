@@ -34,12 +34,9 @@ CONFIGS = ROOT / "configs/fairseq"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
 ATTENTIONS = sorted(path.stem for path in CONFIGS.glob("attention/*.yaml"))
 SMALL = ["embed_dim=16", "ffn_embed_dim=16", "attention_heads=2", "layers=2"]
-README = (CONFIGS / "README.md").read_text(encoding="utf-8")
 hydra_main, composed = partial(hydra_main_of, CONFIGS), partial(composed_of, CONFIGS)
 RECURRENT = CONFIGS / "recurrent"
 RECURRENT_RECIPES = sorted(path.stem for path in RECURRENT.glob("*.yaml") if path.stem != "shared")
-RECURRENT_README = (RECURRENT / "README.md").read_text(encoding="utf-8")
-CAPTIONING_README = (CONFIGS / "captioning/README.md").read_text(encoding="utf-8")
 NARROW = ["encoder_hidden_size=8", "decoder_hidden_size=16", "encoder_embed_dim=12", "decoder_embed_dim=12"]
 
 
@@ -110,7 +107,6 @@ PAPERS = {
         "optimizer": {"adam_betas": "(0.9, 0.98)", "adam_eps": 1e-9, "weight_decay": 0},
         "lr_scheduler": {"warmup_updates": 4000, "warmup_init_lr": 1e-7},
         "dataset": {"max_tokens": 30_000 // 8},
-        "checkpoint": {"save_dir": "checkpoints/wmt14_en_de_relative"},
     },
     "iwslt14_de_en": {
         "model": {"layers": 6, "embed_dim": 512, "ffn": 1024, "heads": 4, "kind": "BilateralSelfAttention"},
@@ -118,7 +114,6 @@ PAPERS = {
         "optimizer": {"adam_betas": "(0.9, 0.98)", "weight_decay": 1e-4},
         "lr_scheduler": {"warmup_updates": 4000, "warmup_init_lr": 1e-7},
         "dataset": {"max_tokens": 4000},
-        "checkpoint": {"save_dir": "checkpoints/iwslt14_de_en_bilateral"},
     },
 }
 BIG = {
@@ -131,7 +126,6 @@ for corpus, last in ("wmt14_en_de", 30_000), ("wmt14_en_fr", 80_000):  # one per
         **BIG,
         "optimization": {"max_update": last, "lr": [0.001], "update_freq": [16], "clip_norm": 0},
         "lr_scheduler": {"_name": "cosine", "warmup_updates": 10_000, "lr_period_updates": last - 10_000},
-        "checkpoint": {"save_dir": f"checkpoints/{corpus}_big_bilateral"},
     }
 
 
@@ -167,7 +161,7 @@ def test_the_sizes_of_bahdanau(joined):
     assert (cfg.dataset.batch_size, cfg.optimizer.adadelta_rho, cfg.optimizer.adadelta_eps) == (80, 0.95, 1e-6)
 
 
-ROOMS = {"": README, "recurrent": RECURRENT_README, "captioning": CAPTIONING_README}
+ROOMS = {n: (CONFIGS / n / "README.md").read_text(encoding="utf-8") for n in ("", "recurrent", "captioning")}
 COMMANDS = [(room, command) for room, readme in ROOMS.items() for command in one_line_commands(readme)]
 # Where a command may differ: the log, languages that fairseq reads off the data, and what the models' names show.
 FREE = {("common", "log_format"), ("task", "source_lang"), ("task", "target_lang")}
@@ -205,15 +199,15 @@ def test_the_one_line_commands_are_the_recipes(room, command, joined, images):
 def documented() -> list[Any]:
     """Return the README's overrides by recipe. Among rows of one recipe that set the same option, one is not slow."""
     cases, kinds = [], set()
-    for section in re.split(r"^## ", README, flags=re.M):
+    for section in re.split(r"^## ", ROOMS[""], flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
         for row in table_overrides(section):
             kind = re.sub(r"=\S+", "", row)
             marks = [pytest.mark.slow] if kind in kinds else []
             cases.append(pytest.param("", recipe[1], row, marks=marks))
             kinds.add(kind)
-    captioning = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", CAPTIONING_README)
-    for row in sorted({*table_overrides(CAPTIONING_README), *captioning}):
+    captioning = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", ROOMS["captioning"])
+    for row in sorted({*table_overrides(ROOMS["captioning"]), *captioning}):
         cases.append(("captioning", "coco" if "doubly_stochastic" in row else "coco_self_critical", row))
     assert len(cases) > 20
     return cases

@@ -134,13 +134,11 @@ def test_one_process_after_another_in_one_interpreter(data, tmp_path):
     assert sorted(re.findall(r"^H-(\d)\t", logs[7], re.M)) == ["0", "1", "2", "4"]  # 3 is too long
 
 
-SPATIAL = ["--arch=spatial_transformer_tiny", "--encoder-attention=0010", "--decoder-attention=bilateral"]
-SPATIAL += ["--cross-attention=1101", "--deformable", "--decoder-kernel-sizes=3,4", "--bilateral-outside=-inf"]
 LSTM = ["--arch=aligned_lstm_tiny", "--alignment=additive", "--alignment-hidden-size=24", "--recurrence=bahdanau"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [SPATIAL, LSTM], ids=["spatial_transformer", "aligned_lstm"])
+@pytest.mark.parametrize("options", [MIXED, LSTM], ids=["spatial_transformer", "aligned_lstm"])
 def test_printed_alignments(options, data, tmp_path):
     """They equal those of each sentence alone, computed in Python; a hard one has the most probable words."""
     training = run([script("train"), str(data), *options, *CPU, *RUN, "--max-update=9", f"--save-dir={tmp_path}"])

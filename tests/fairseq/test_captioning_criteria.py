@@ -1,10 +1,11 @@
-"""The criterion ``self_critical``: its samples, its gradient, and rising rewards."""
+"""The criteria ``self_critical``, its samples and its gradient, and ``doubly_stochastic_cross_entropy``."""
 
 from __future__ import annotations
 
 import copy
 import math
 import re
+from argparse import Namespace
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("fairseq")
 
+from fairseq.criterions import CRITERION_REGISTRY
+from fairseq.criterions.label_smoothed_cross_entropy import LabelSmoothedCrossEntropyCriterion
 from fairseq.logging import metrics
 from fairseq.sequence_generator import SequenceGenerator
 
@@ -306,3 +309,50 @@ def test_another_task_or_other_batches(task, model):
     sample["references"][1] = []
     with pytest.raises(ValueError, match=f"references of image {sample['image_ids'][1]} must be a non-empty list"):
         criterion_of(task)(model, sample)
+
+
+def doubly_stochastic(task: Any, weight: float) -> Any:
+    values = dict(sentence_avg=False, label_smoothing=0.1, ignore_prefix_size=0, report_accuracy=False)
+    kind = CRITERION_REGISTRY["doubly_stochastic_cross_entropy"]
+    return kind.build_criterion(Namespace(**values, doubly_stochastic_weight=weight), task)
+
+
+@pytest.mark.parametrize(
+    ("name", "weight"), [("show_attend_tell", 1.0), ("show_attend_tell", 0.3), ("conv_captioner", 2.0)]
+)
+def test_the_doubly_stochastic_loss(task, name, weight):
+    """The loss is cross-entropy plus the penalty of Eq. 14, which loops over words and regions compute."""
+    sample = batch(task)
+    assert sample["net_input"]["regions_padding_mask"] is not None
+    model = captioner_of(task, name)
+    criterion = doubly_stochastic(task, weight)
+    loss, size, log = criterion(model, sample)
+    plain, _, plain_log = LabelSmoothedCrossEntropyCriterion(task, False, 0.1)(model, sample)
+    layers = model(**sample["net_input"])[1]["weights"]["regions"].detach()
+    penalty = 0.0
+    for b in range(5):
+        for i in range(int(task.dataset("train").region_counts[b])):
+            words = [t for t, word in enumerate(sample["target"][b].tolist()) if word != 1]
+            penalty += (1 - sum(float(layers[:, b, t, i].mean()) for t in words)) ** 2
+    torch.testing.assert_close(loss, plain + weight * penalty)
+    assert (size, log["ntokens"], log["nll_loss"]) == (sample["ntokens"], sample["ntokens"], plain_log["nll_loss"])
+    assert float(log["doubly_stochastic"]) == pytest.approx(penalty, rel=1e-5)
+    losses = criterion(model, sample, reduce=False)[0]
+    assert losses.shape == LabelSmoothedCrossEntropyCriterion(task, False, 0.1)(model, sample, reduce=False)[0].shape
+    torch.testing.assert_close(losses.sum(), loss)
+    loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    with metrics.aggregate(new_root=True) as aggregator:
+        criterion.reduce_metrics([log, {**log, "doubly_stochastic": 0}])
+    assert aggregator.get_smoothed_values()["doubly_stochastic"] == pytest.approx(penalty / 10, abs=1e-3)
+
+
+def test_a_model_that_returns_no_weights(task):
+    sample, criterion = batch(task, 1), doubly_stochastic(task, 1.0)
+    for model in (model_of(task), captioner_of(task, "lstm_captioner", fusion="semantic")):
+        with pytest.raises(ValueError, match=f"needs a model that returns its weights .* got {type(model).__name__}"):
+            criterion(model, sample)
+    with pytest.raises(ValueError, match="needs a model that returns its weights of"):  # as fairseq's LSTMs in training
+        criterion.compute_loss(model, (model(**sample["net_input"])[0], None), sample)
+    with pytest.raises(ValueError, match="--doubly-stochastic-weight must be at least 0, got -1"):
+        doubly_stochastic(task, -1)
