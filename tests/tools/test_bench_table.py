@@ -65,7 +65,9 @@ def test_missing_measurements_are_reported(tmp_path, edited, capsys):
     (tmp_path / "criss_cross-cpu.json").write_text('{"rows": []}')  # as older versions wrote them
     (tmp_path / "end_to_end-cpu.json").unlink()
     text = table.generate(tmp_path, "all")
-    assert "Not measured yet in this way: `criss_cross-cpu`, `end_to_end-cpu`." in text
+    (line,) = (line for line in text.splitlines() if line.startswith("Not measured yet in this way: "))
+    assert "`criss_cross-cpu`" in line
+    assert "`end_to_end-cpu`" in line
     assert "CrissCrossAttention2d" not in text
     results.write(tmp_path, "criss_cross-cpu", dict(rows=[]), "")
     page = tmp_path / "page.md"
@@ -95,9 +97,11 @@ def test_only_what_is_between_the_markers_is_written(tmp_path):
 
 
 def test_every_row_of_the_table_is_measured():
-    measured = {name: {case.name for case in cases.cases(name, "cpu")} for name in cases.NAMES}
-    for entry in (*table.OPERATORS, table.COLUMN_BUFFER):
+    names = (*cases.NAMES, "transformers_models")
+    measured = {name: {case.name for case in cases.cases(name, "cpu")} for name in names}
+    others = [entry for entry in table.MODELS if not entry.file.startswith("end_to_end")]
+    for entry in (*table.OPERATORS, *others, table.COLUMN_BUFFER):
         for pass_name in entry.passes:
             assert f"{entry.case}, {pass_name}" in measured[entry.file.removesuffix("-cpu")]
     titles = {f"{model.title}, {model.size[0]}x{model.size[1]}" for model in MODELS}
-    assert {entry.case for entry in table.MODELS} == titles
+    assert {entry.case for entry in table.MODELS if entry not in others} == titles

@@ -11,7 +11,7 @@ from .results import NOISY
 
 PACKAGES = (
     "torch", "torchvision", "mmcv", "onedl-mmcv", "timm", "attn-plugins", "onedl-mmdetection", "onedl-mmsegmentation",
-    "fairseq-fixed",
+    "fairseq-fixed", "transformers",
 )  # fmt: skip
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better

@@ -11,8 +11,11 @@ NAMES = (
     "sequence_attention", "vision_transformers", "halves", "calls",
 )  # fmt: skip
 # Measured when named, and in part longer.
-MORE = ("modules", "mmcv_ext", "space_time", "end_to_end", "copies", "eager", "mm_models", "timm_models")
-MODELS = ("mm_models", "timm_models")  # whose rows follow the models, which are slow to build
+MORE = (
+    "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "eager", "mm_models", "timm_models",
+    "transformers_models",
+)  # fmt: skip
+MODELS = ("mm_models", "timm_models", "transformers_models")  # whose rows follow the models, which are slow to build
 
 
 def cases(name: str, device: str) -> list[Case]:

@@ -1,0 +1,48 @@
+"""The benchmark of models of transformers: both sides compute the same, at small sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="python -m attn_plugins install transformers")
+
+from attn_plugins.ops import use_onednn
+from tools.bench import cases
+from tools.bench.cases import transformers_models as room
+from tools.bench.cases.whole import step
+
+SLOW = "Grounding DINO Swin-T", "Mask2Former Swin-T", "RF-DETR", "PP-DocLayoutV3"
+
+
+@pytest.fixture(autouse=True)
+def pytorchs_products():
+    yield
+    use_onednn(False)
+    room.built.cache_clear()
+
+
+@pytest.mark.parametrize("title", [pytest.param(t, marks=[pytest.mark.slow] * (t in SLOW)) for t in room.MODELS])
+def test_models_compute_the_same(one_thread, title):
+    size = (280, 280) if title == "RF-DETR" else (256, 256)
+    both = room.built(title, size, "cpu")
+    losses = []
+    for steps in both.values():
+        step(steps, "float32", False, "cpu")()
+        losses.append(float(step(steps, "float32", True, "cpu")()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert 0 < losses[0] < float("inf")
+
+
+@pytest.mark.parametrize("title", room.OPERATORS)
+def test_operators_compute_the_same(title):
+    shapes, *sizes = room.OPERATORS[title]
+    torch.manual_seed(0)
+    arguments = room.operands(shapes, *sizes)(torch.float32)
+    ours, stock = (room.layer(shapes, ours)(*arguments) for ours in (True, False))
+    torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
+
+
+def test_rows():
+    names = [case.name for case in cases.cases("transformers_models", "cpu")]
+    assert len(names) == len(set(names)) == 2 * (len(room.OPERATORS) + len(room.MODELS))
