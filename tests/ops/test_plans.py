@@ -7,42 +7,25 @@ import torch
 
 from attn_plugins import ops
 from attn_plugins.ops.common import backends, plans
-from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
-from attn_plugins.ops.deformable_attention import deformable_attention as deformable
-from attn_plugins.ops.global_attention import global_attention
-from attn_plugins.ops.sequence_attention import sequence_attention
-from attn_plugins.ops.window_attention import window_attention as window
-from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
+from attn_plugins.ops.common.operator import OPERATORS as operators
+from tests.helpers.triton_checks import DEVICE, needs_triton, randn
+from tests.ops.test_contract_backends import IN_TRITON, check, drawn
 
 pytestmark = needs_triton
-MAP, SEQUENCE = (1, 1, 3, 4), (2, 1, 12)
-MASK = torch.arange(12).expand(2, 12) >= torch.tensor([[12], [9]])
-CALLS = {
-    "rows and columns": (global_attention, [(*MAP, 16)] * 3 + [(*MAP, 3), (*MAP, 4), None], (0.5,)),
-    "key logits of one head": (global_attention, [(*MAP, 16)] * 3 + [None, None, (1, 1, 3, 4)], (0.5,)),
-    "criss-cross": (criss_cross, [(*MAP, 16)] * 3 + [None], (0.5, True)),
-    "samples": (deformable, [(2, 7, 1, 4), (2, 3, 1, 4, 2), (2, 3, 1, 4)], ((2, 3, 1, 1), (2, 2))),
-    "windows": (window, [(*MAP, 8)] * 3 + [(1, 1, 3, 4, 3)], ((1, 3), (1, 1), (0, 1), (1, 1), "exclude", 0.5)),
-    "band": (sequence_attention, [(*SEQUENCE, 16)] * 3 + [(*SEQUENCE, 3), SEQUENCE, None], (MASK, 0, False, 0.5)),
-    "pairs": (sequence_attention, [(*SEQUENCE, 8)] * 3 + [None, None, (1, 1, 12, 12)], (None, 0, True, 1.0)),
-}  # fmt: skip
+SEQUENCE = (2, 1, 12)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", IN_TRITON)
 def test_calls_repeat(name, monkeypatch):
-    module, shapes, options = CALLS[name]
-    options = [option.to(DEVICE) if isinstance(option, torch.Tensor) else option for option in options]
-    operator, dtype = module.ATTEND, torch.float16 if module is criss_cross else torch.float32
-    place = operator.terms._fields.index("value")
-    monkeypatch.setattr(operator, "_of_state", place)  # as where there is no CUDA binary
-    for seed in range(2):
-        terms = [shape if shape is None else randn(*shape, dtype=dtype, seed=seed) for shape in shapes]
-        check(operator, operator.terms(*terms), operator.options(*options))
-    kept = [
-        type(plan)
-        for key, plan in plans._plans.items()
-        if key[:2] in (("forward", operator.name), ("backward", operator.name))
-    ]
+    dtype = torch.float16 if name.startswith("criss_cross") else torch.float32
+    some = drawn(name, "triton", DEVICE, dtype)
+    operator = operators[name.split(",")[0]]
+    monkeypatch.setattr(operator, "_of_state", operator.terms._fields.index("value"))  # as without a CUDA binary
+    for _ in range(2):
+        check(some, "triton", dtype, times=2)
+        for tensor in some.floats().values():
+            tensor.copy_(tensor.flip(-1))
+    kept = [type(plan) for key, plan in plans._plans.items() if key[1] == operator.name]
     assert kept == [plans.Plan] * 2
 
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import backend, deform_conv1d, deform_conv2d
+from attn_plugins.ops import backend as forced
+from attn_plugins.ops import deform_conv1d, deform_conv2d
 from attn_plugins.ops.common import library
+from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import relative_error
 from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, same_where_finite, through_reference
+from tests.ops.emulated_backend import NAME as EMULATED
 
 try:
     import torchvision
@@ -74,19 +77,23 @@ def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
 def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> None:
     operands = make(GEOMETRIES["wide"])
     strided = {n: t.contiguous(memory_format=layout) if n in ("input", "mask") else t for n, t in operands.items()}
-    with backend(kind):
+    with forced(kind):
         results = gradients(deform_conv2d, strided)
         for a, b in zip(results, gradients(deform_conv2d, operands)):
             assert relative_error(a, b) < 1e-14
     assert results[0].is_contiguous(memory_format=layout)
 
 
-KINDS = ["cpu", "eager", "reference"]
+by = pytest.mark.parametrize(
+    "name, backend",
+    [*(("deform_conv2d", kind) for kind in ("cpu", "eager", "reference")),
+     pytest.param("deform_conv2d", EMULATED, marks=[pytest.mark.slow, *NEEDS])],
+)  # fmt: skip
 NAN, INF = math.nan, math.inf
 
 
 @needs_torchvision
-@pytest.mark.parametrize("kind", KINDS)
+@by
 @pytest.mark.parametrize(
     "row, column, mask",
     [
@@ -94,27 +101,29 @@ NAN, INF = math.nan, math.inf
         *[(0, 0, NAN), (1e9, 0, NAN), (0, 0, INF), (0, -1e9, INF)],
     ],
 )
-def test_far_offsets_and_masks_give_what_torchvision_gives(row: float, column: float, mask: float, kind: str) -> None:
+def test_far_offsets_and_masks_give_what_torchvision_gives(
+    row: float, column: float, mask: float, name: str, backend: str
+) -> None:
     """Far offsets read 0, which a mask that is not finite turns into NaN."""
     operands = make(GEOMETRIES["wide"], spread=0.7)
     operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
     operands["mask"][0, 1, 1, 1:4] *= mask
     expected = gradients(torchvision.ops.deform_conv2d, operands)
-    with backend(kind):
+    with forced(backend):
         assert all(map(same_where_finite, gradients(deform_conv2d, operands), expected))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@by
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
-def test_nan_offsets_read_nan(row: float, column: float, dtype: torch.dtype, kind: str) -> None:
+def test_nan_offsets_read_nan(row: float, column: float, dtype: torch.dtype, name: str, backend: str) -> None:
     """As with torchvision on GPUs; on CPUs it reads beyond its memory."""
     operands = make(GEOMETRIES["wide"], dtype=dtype, spread=0.3)
     B, _, H, W = operands["input"].shape
     operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
     nowhere = torch.zeros(B, 1, H, W, dtype=torch.bool)
     nowhere[0, 0, 1, 1:4] = True
-    with backend(kind):
+    with forced(backend):
         output, *grads = gradients(deform_conv2d, operands)
     assert torch.equal(output.isnan(), nowhere.expand_as(output) & (torch.arange(4) < 2).view(-1, 1, 1))  # the group
     expected = [torch.zeros_like(grad, dtype=torch.bool) for grad in grads]

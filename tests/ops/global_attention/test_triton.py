@@ -10,25 +10,18 @@ from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
-from tests.ops.global_attention.operands import COMBINATIONS
+from tests.helpers.triton_checks import DEVICE, check, needs_triton
+from tests.ops.global_attention import operands
+from tests.ops.global_attention.operands import ALL, COMBINATIONS
 
 pytestmark = needs_triton
 OPTIONS = Options(0.7)
 
 
-def make(present=(True,) * 4, B=2, M=2, grid=(3, 5), keys=(4, 6), d=8, dv=12, dtype=torch.float32) -> Terms:
+def make(present=ALL, **sizes) -> Terms:
     """Random terms."""
-    content, row, column, key = present
-    shapes = (
-        (B, M, *grid, d) if content else None,
-        (B, M, *keys, d) if content else None,
-        (B, M, *keys, dv),
-        (B, M, *grid, keys[0]) if row else None,
-        (B, M, *grid, keys[1]) if column else None,
-        (B, M, *keys) if key else None,
-    )
-    return Terms(*(None if s is None else randn(*s, dtype=dtype, seed=n) for n, s in enumerate(shapes)))
+    sizes = dict(M=2, grid=(3, 5), keys=(4, 6), d=8, dv=12, dtype=torch.float32) | sizes
+    return Terms(*(None if t is None else t.to(DEVICE) for t in operands.make(present, **sizes)))
 
 
 # All terms are in every other test.

@@ -14,7 +14,7 @@ from attn_plugins.ops import backend, explain, reference, window_attention
 from attn_plugins.ops.common import library
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.test_contract import example
-from tests.ops.test_contract_backends import GEOMETRIES
+from tests.ops.test_contract_extents import GEOMETRIES
 
 needs_kernel = pytest.mark.skipif(not library.has_kernel("cpu"), reason="no CPU binary is compiled")
 NAMES = [n for n in EXAMPLES if n.startswith("window_attention")]
