@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from attn_plugins.ops.common import plans
-from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.emulated_backend import emulated_by
-from tests.ops.sequence_attention.operands import taking
 from tools.emulation.build import EMULATION, load
 
 # cuBLAS reads it once, at its first product; without it, products raise an error in deterministic mode.
@@ -32,12 +30,6 @@ def full_float32():
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
-
-
-@pytest.fixture
-def deterministic():
-    with deterministic_mode():
-        yield
 
 
 @pytest.fixture(scope="session")
@@ -65,10 +57,3 @@ def emulated_backend(request) -> Iterator[None]:
     kernels = request.getfixturevalue("emulated_windows" if operator == "window_attention" else "emulated")
     with emulated_by(operator, kernels):
         yield
-
-
-@pytest.fixture(params=["compiled", "plain"])
-def path(request) -> Iterator[str]:
-    """Run the test with the compiled kernels, and with their substitute on machines without them."""
-    with taking(request.param):
-        yield request.param
