@@ -114,6 +114,15 @@ def test_far_offsets_and_masks_give_what_torchvision_gives(
 
 
 @by
+def test_a_row_or_column_beyond_the_last_reads_nothing(name: str, backend: str) -> None:
+    """Whatever the other coordinate is."""
+    offset = torch.tensor([[1.0, NAN], [NAN, 1.0]]).view(2, 2, 1, 1)  # on maps of one pixel
+    with forced(backend):
+        output = deform_conv2d(torch.ones(2, 1, 1, 1), offset, torch.ones(1, 1, 1, 1))
+    assert not output.any()
+
+
+@by
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
 def test_nan_offsets_read_nan(row: float, column: float, dtype: torch.dtype, name: str, backend: str) -> None:
