@@ -70,8 +70,9 @@ class Window(NamedTuple):
         (B, H, W, _), Q = input.shape, offset.shape[1] * offset.shape[2]
         points = self._corners(offset.to(dtype)) + offset.to(dtype) * self.offset_scale
         locations = (points + 0.5) / points.new_tensor([W, H])
-        # Offsets start as zero: a point on a pixel must not be rounded to its left, where it has another gradient.
-        locations = torch.nextafter(locations, torch.full_like(locations, torch.inf))
+        if not torch.onnx.is_in_onnx_export():
+            # Offsets start as zero: a point on a pixel must not be rounded to its left, where it has another gradient.
+            locations = torch.nextafter(locations, torch.full_like(locations, torch.inf))
         value = input.to(dtype).reshape(B, H * W, self.group, self.group_channels)
         samples = locations.view(B, Q, self.group, 1, -1, 2), mask.to(dtype).reshape(B, Q, self.group, 1, -1)
         return value, [(H, W)], *samples

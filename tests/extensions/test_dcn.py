@@ -208,3 +208,19 @@ def test_internimage_reads_the_version(python):
     read = "print(pkg_resources.get_distribution('DCNv3').version)"
     for first, second in (("DCNv3", "pkg_resources"), ("pkg_resources", "DCNv3")):
         assert python(f"import torch\nimport {first}, {second}\n{read}").stdout.split() == ["1.1"]
+
+
+class Model(torch.nn.Module):
+    """DCNv3 within a model."""
+
+    def forward(self, input: Tensor, offset: Tensor, mask: Tensor) -> Tensor:
+        return DCNv3.apply(WINDOWS["same"], input, offset, mask)
+
+
+def test_onnx_runtime_computes_dcnv3(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install '.[onnx]'")
+    given = [t.detach() for t in operands(WINDOWS["same"], torch.float32)]
+    torch.onnx.export(Model(), tuple(given), tmp_path / "m.onnx", dynamo=True, input_names=["i", "o", "m"])
+    session = onnxruntime.InferenceSession(tmp_path / "m.onnx")
+    (found,) = session.run(None, dict(zip("iom", (t.numpy() for t in given))))
+    torch.testing.assert_close(torch.from_numpy(found), Model()(*given), rtol=1e-4, atol=1e-5)
