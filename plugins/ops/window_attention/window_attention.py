@@ -96,11 +96,11 @@ def _options(
     kernel = expand("kernel_size", kernel_size, axes, 1)
     dilations = expand("dilation", dilation, axes, 1)
     if padding is None:
-        if any(size % 2 == 0 for size in kernel):
+        if 0 in [size % 2 for size in kernel]:
             raise ValueError(
                 f"kernel_size must be odd if padding is None, which centres the window, got {kernel_size!r}"
             )
-        paddings = tuple(size // 2 * step for size, step in zip(kernel, dilations))
+        paddings = tuple([size // 2 * step for size, step in zip(kernel, dilations)])
     else:
         paddings = expand("padding", padding, axes, 0)
     lone, none = (1,) * (2 - axes), (0,) * (2 - axes)
@@ -128,6 +128,11 @@ def _check(terms: Terms, options: Options) -> None:
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
+def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    leader: Any = terms.position_logits if terms.query is None else terms.query
+    return empty_results(terms.value, *leader.shape[2:4])
+
+
 def _products(terms: Any, options: Options) -> tuple[int, int]:
     """Count the operations of one content and of one value product, including taps outside the map."""
     query, _, value, position_logits = terms
@@ -141,7 +146,7 @@ ATTEND = Operator(
     Terms,
     Options,
     ("output", "log_sum_exp"),
-    fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
+    fake=_results,
     reference=lambda terms, options: reference.window_attention(*terms, *options),
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
