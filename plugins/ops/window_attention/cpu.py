@@ -32,7 +32,9 @@ def refuses(terms: Terms, options: Options) -> str | None:
     """Refuse windows far larger than the map: packed rows are as long as their windows reach."""
     if reason := library.refusal(terms.value.device, "cpu"):
         return reason
-    keys, (_, queries) = terms.value.shape[3], terms.grid()
+    leader = terms.position_logits if terms.query is None else terms.query
+    assert leader is not None
+    keys, queries = terms.value.shape[3], leader.shape[3]
     reach = (options.kernel_size[1] - 1) * options.dilation[1] + options.padding[1] + options.stride[1] * queries
     if reach > 8 * keys + _REACH:
         return f"its windows reach {reach} keys along a row of {keys}"
