@@ -30,13 +30,14 @@ pytestmark = [pytest.mark.install, pytest.mark.timeout(0)]
 ROOT = Path(__file__).parents[2]
 FIRST = os.environ.get("INSTALL_FIRST", "0") == "1"
 BUILD = ROOT / ("build/install_first" if FIRST else "build/install")
-INSTALL, PYTORCH, TIMM, MMDET, MMSEG, FAIRSEQ = (
+INSTALL, PYTORCH, TIMM, TRANSFORMERS, MMDET, MMSEG, FAIRSEQ = (
     (ROOT / f"docs/start/{name}.md").read_text()
-    for name in ("install", "pytorch", "timm", "mmdet", "mmsegmentation", "fairseq")
+    for name in ("install", "pytorch", "timm", "transformers", "mmdet", "mmsegmentation", "fairseq")
 )
 OLDEST_TORCH = "2.10.0" if FIRST else "2.1.2"
-# The oldest torch that loads the stand-in for mmcv's operators, and that fairseq-fixed needs; ours and timm need 2.1.
-OLDEST_FOR = {"mm": "2.5", "fairseq": "2.1"}
+# The oldest torch that loads the stand-in for mmcv's operators, and that transformers and fairseq-fixed need; ours and
+# timm need 2.1.
+OLDEST_FOR = {"mm": "2.5", "transformers": "2.6", "fairseq": "2.1"}
 
 
 @functools.cache
@@ -269,3 +270,11 @@ def test_fairseq(environment):
         assert link in INSTALL
         text = f"{link}\n{text.replace('--user-dir plugins/fairseq', '--user-dir attention')}"
     environment.bash(text, environment.clone, record="fairseq block, 20 updates")
+
+
+def test_transformers(environment):
+    """The first block of its page counts replaced layers and compares their detections with the stock ones."""
+    environment.need("transformers")
+    environment.bash(install_line("install transformers"), record="`install transformers`")
+    environment.python(block(TRANSFORMERS, "python"), record="transformers page")
+    environment.python("import attn_plugins.transformers.drop_in\n", record="transformers drop-in")
