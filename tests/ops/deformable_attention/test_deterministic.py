@@ -1,9 +1,12 @@
-"""The deterministic backward of the CUDA kernels' source, run thread by thread on the CPU."""
+"""The deterministic backward of the CUDA kernels' source, run thread by thread on the CPU: its sums of integers.
+
+``test_emulation.py`` compares it with the reference.
+"""
 
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,13 +14,18 @@ import torch
 from attn_plugins.ops.deformable_attention import cuda
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
-from tests.helpers.emulation import NEEDS, error
-from tests.ops.deformable_attention.test_emulation import CASES, TOLERANCE, in_dtype, problem
+from tests.helpers.emulation import NEEDS
+from tests.helpers.operator_checks import deterministic_mode
+from tests.ops.emulated_backend import NAME as EMULATED
+from tests.ops.test_contract import example, forced, results
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALL = (True, True, True)
-SOME = ["a vector a thread", "several vectors a thread", "pairs", "no vectors", "one number", "more than a block"]
+
+
+def in_dtype(terms, dtype):
+    return terms.value.to(dtype), terms.locations.float(), terms.weights.float()
 
 
 def gradients(terms, options, grad_output):
@@ -35,22 +43,6 @@ def exact_problem(queries=24, shapes=((8, 4), (2, 2)), K=4, d=8, heads=2):
     gradient = torch.randn(1, queries, heads * d).bfloat16().double()
     terms = Terms(value, ((pixels + 0.5) / sizes).flatten(3, 4), weights)
     return terms, Options([n for shape in shapes for n in shape], [K] * len(shapes)), gradient
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", [*SOME, "no queries", "far beside the map"])
-def test_equals_the_reference(emulated, case, dtype):
-    terms, options = problem(**CASES[case])
-    grad_output = torch.randn_like(reference(terms, options)).bfloat16().double()
-    given = in_dtype(terms, dtype)
-    expected = gradients(terms, options, grad_output)
-    for wanted in ({0, 1, 2}, {0}, {1}, {2}):
-        needs = [n in wanted for n in range(3)]
-        results = emulated.deformable_attention_deterministic_backward(grad_output.to(dtype), *given, *options, *needs)
-        for term, result, grad, needed in zip(given, results, expected, needs):
-            assert result.dtype == term.dtype
-            assert result.shape == (term.shape if needed else (0,))
-            assert not needed or error(result, grad) < (1e-5 if term.dtype == torch.float32 else TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -84,21 +76,19 @@ def test_error_bound(emulated, term, scale):
     assert (wrong > expected.abs() * 2.0**-22).any()
 
 
+@pytest.mark.parametrize("name, backend", [("deformable_attention", EMULATED)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_order_gives_the_same_bits(emulated, dtype, monkeypatch):
-    terms, options = problem(d=32, queries=60, shapes=((3, 2),), K=4, heads=1)
-    given = in_dtype(terms, dtype)
-    grad_output = torch.randn(2, 60, 32).to(dtype)
-    kernels = (emulated.deformable_attention_deterministic_backward, emulated.deformable_attention_backward)
-    differ = []
-    for kernel in kernels:
+def test_any_order_gives_the_same_bits_in_deterministic_mode(name, backend, dtype, monkeypatch):
+    some, differ = example(name, dtype=dtype, d=32, Q=60, levels=((3, 2),), K=4, M=1), []
+    for mode in (deterministic_mode, nullcontext):
         runs = []
         for seed in range(3):
             monkeypatch.setenv("EMULATOR_SEED", str(seed))
-            runs.append(kernel(grad_output, *given, *options, *ALL))
-        differ.append([not all(torch.equal(run[n], runs[0][n]) for run in runs) for n in range(3)])
-    assert differ[0] == [False] * 3
-    assert differ[1][0] or dtype != torch.float32  # floats added in another order
+            with forced(backend), mode():
+                runs.append(results(some))
+        differ.append({n: not all(torch.equal(run[n], runs[0][n]) for run in runs) for n in runs[0]})
+    assert not any(differ[0].values())
+    assert differ[1]["value"] or dtype != torch.float32  # floats added in another order
 
 
 @pytest.mark.parametrize("spoilt", ["weights", "gradient", "both"])
@@ -150,29 +140,8 @@ def test_float64_is_refused(emulated):
         emulated.deformable_attention_deterministic_backward(grad_output, *terms, *options, *ALL)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_mode_chooses_the_kernel(emulated, dtype, monkeypatch):
-    called = []
-
-    def record(name):
-        return lambda *arguments: called.append(name) or getattr(emulated, f"deformable_attention_{name}")(*arguments)
-
-    library = SimpleNamespace(
-        deformable_attention_backward_kernel=record("backward"),
-        deformable_attention_deterministic_backward_kernel=record("deterministic_backward"),
-    )
-    monkeypatch.setattr(cuda.kernels, "torch", SimpleNamespace(ops=SimpleNamespace(attn_plugins=library)))
-    terms, options, grad_output = exact_problem()
-    given, needs = Terms(*in_dtype(terms, dtype)), {"value": True, "locations": False, "weights": True}
-    expected = gradients(terms, options, grad_output)
-    for mode in (False, True):
-        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda mode=mode: mode)
-        reason = cuda.BACKEND.refuses_backward(given, options)
-        if mode and dtype == torch.float64:
-            assert reason == "its backward is not deterministic in float64"
-            continue
-        assert reason is None
-        computed = cuda.BACKEND.backward(grad_output.to(dtype), given, options, needs)
-        assert list(computed) == ["value", "weights"]
-        assert error(computed["value"], expected[0]) < 1e-5
-    assert called == ["backward", "deterministic_backward"][: 2 if dtype == torch.float32 else 1]
+def test_the_mode_refuses_float64_alone(monkeypatch):
+    terms, options, _ = exact_problem()
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert cuda.BACKEND.refuses_backward(terms, options) == "its backward is not deterministic in float64"
+    assert cuda.BACKEND.refuses_backward(Terms(*in_dtype(terms, torch.float32)), options) is None
