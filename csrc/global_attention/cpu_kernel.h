@@ -230,10 +230,7 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
           for (int64_t y = 1; y < p.Hk; ++y)
             for (int64_t x = 0; x < p.Wk; ++x) total[x] += slope[y * p.Wk + x];
           T* column = p.grad_column.at(b, m, h, w);
-          for (int64_t x = 0; x < p.Wk; ++x) {
-            column[x * p.grad_column.stride[4]] = total[x];
-            total[x] = 0;  // read by add_logits if there are no column logits
-          }
+          for (int64_t x = 0; x < p.Wk; ++x) column[x * p.grad_column.stride[4]] = total[x];
         }
       }
       if (p.grad_key)
