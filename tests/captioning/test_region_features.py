@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attn_plugins.captioning import files
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 
 SUFFIXES = [".npz", ".tsv", ".hdf5"]
@@ -218,6 +219,7 @@ def test_an_hdf5_file_of_other_datasets(tmp_path):
         ("boxes", lambda array: array[:-1], r"bad.npz: boxes must have shape \(12, 4\), got \(11, 4\)"),
         ("features", lambda array: array.astype(np.float64),
          r"bad.npz: features must be .* float16 or float32, got \(12, 5\) float64"),
+        ("scores", lambda array: array.astype(object), "bad.npz: scores.npy must hold numbers or text, got object"),
         ("scores", None, "bad.npz lacks scores; it has boxes, features, image_ids, offsets"),
         ("offsets", lambda array: array[1:], "bad.npz: offsets must be 7 integers"),
     ],
@@ -252,6 +254,17 @@ def test_files_that_cannot_be(tmp_path, monkeypatch):
         RegionFeatures(tmp_path / "regions.h5")
     with pytest.raises(ValueError, match=r"region features are written to \.npz, got .*regions\.h5"):
         write_region_features(tmp_path / "regions.h5", made_up())
+
+
+def test_a_write_that_fails_leaves_the_file_alone(tmp_path):
+    def save(partial: Path) -> None:
+        partial.write_text("new")
+        raise OSError("the disk is full")
+
+    (tmp_path / "regions.npz").write_text("old")
+    with pytest.raises(OSError, match="the disk is full"):
+        files.write(tmp_path / "regions.npz", save)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
 
 
 def test_rounding_at_the_border(tmp_path):
