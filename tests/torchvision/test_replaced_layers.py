@@ -1,0 +1,25 @@
+"""An accelerated convolution behaves as what it replaces: its row of docs/reliability.md, cell by cell."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor, nn
+
+from attn_plugins.torchvision import accelerate
+from tests.helpers.replacement import COLUMNS, Layer, drawn, printed, rand, verdict
+from tests.torchvision.test_accelerate import Model
+
+
+def ours(model: nn.Module) -> nn.Module:
+    assert accelerate(model)
+    return model
+
+
+def inputs() -> tuple[Tensor, ...]:
+    return (rand(2, 4, 7, 9),)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_cell(column):
+    layer = Layer(lambda: drawn(Model()), ours, inputs, "attn_plugins.deform_conv2d")
+    assert verdict(layer, COLUMNS[column]) == printed("`accelerate`, torchvision's `DeformConv2d`")[column]
