@@ -104,7 +104,8 @@ class _ScaledSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
         ctx.save_for_backward(scale, output)
         if x.is_contiguous() and is_channels_last(output) and transposition.has_kernel(x):
-            return transposition.transposed(_matrices(output, False), _matrices(x, True), scale).view_as(x)
+            result = transposition.transposed(_matrices(output, False), _matrices(x, True), scale)
+            return torch.ops.aten._unsafe_view(result, x.shape)  # a view could not be changed in place, as by timm
         return _scaled_sum(x, scale, output)
 
     @staticmethod
