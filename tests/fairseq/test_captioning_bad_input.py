@@ -126,7 +126,7 @@ def test_a_sample_that_is_too_large(folder):
         ("captions.json", b'{"images": "caf\xe9"}', r"captions\.json is not UTF-8 text: 'utf-8' codec can't decode"),
         ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
         ("attributes.json", '{"102": [["dog", NaN]]}', r"image 102 must have pairs of word and probability, got"),
-        ("attributes.json", '{"102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 appears twice"),
+        ("attributes.json", '{"1": [], "102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 appears twice"),
         ("regions.npz", b"PK", r"regions\.npz is not an npz file or is truncated"),
     ],
 )
