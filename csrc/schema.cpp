@@ -78,7 +78,7 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "locations, "
       "Tensor weights, int[] shapes, int[] points, bool needs_value, bool needs_locations, "
       "bool needs_weights) -> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
-  // CUDA's copy of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
+  // Copies of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
   // having one element.
   m.def("transposed_kernel(Tensor matrices, Tensor? addend, Tensor? scale) -> Tensor");
   // Soft non-maximum suppression on the CPU, for plugins/mmcv_ext. The first rows of dets and indices are

@@ -68,6 +68,53 @@ ATTN_INLINE void store(typename Vector<T>::type vector, BFloat16* to) {
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector(kept, Halves);
 }
 
+// Transposes a square of `lanes` rows: in step `half`, rows i and i + half exchange lanes.
+template <typename T>
+ATTN_INLINE void transpose(typename Vector<T>::type (&rows)[Vector<T>::lanes]) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+#pragma GCC unroll 4
+  for (int64_t half = 1; half < lanes; half *= 2) {
+    typename Vector<T>::bits upper, left, right;
+    for (int64_t l = 0; l < lanes; ++l)
+      upper[l] = l & half ? -1 : 0, left[l] = (l - half) & (lanes - 1), right[l] = (l + half) & (lanes - 1);
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < lanes; ++i) {
+      if (i & half) continue;
+      const auto low = rows[i], high = rows[i + half];
+      rows[i] = upper ? shuffled<T>(high, left) : low;
+      rows[i + half] = upper ? high : shuffled<T>(low, right);
+    }
+  }
+}
+
+// Copies rows x columns elements of any strides, times `scale`, to rows that are `stride` elements apart.
+template <typename T>
+ATTN_INLINE void copy_matrix(const T* from, int64_t row, int64_t column, int64_t rows, int64_t columns,
+                             T scale, T* to, int64_t stride) {
+  constexpr int64_t lanes = Vector<T>::lanes;
+  if (row == 1 && column != 1 && rows >= lanes && columns >= lanes) {
+    for (int64_t across = 0; across < columns; across += lanes)
+      for (int64_t down = 0; down < rows; down += lanes) {  // the last squares overlap those before them
+        const int64_t r = std::min(down, rows - lanes), c = std::min(across, columns - lanes);
+        typename Vector<T>::type square[lanes];
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < lanes; ++i) square[i] = load<T>(from + r + (c + i) * column) * scale;
+        transpose<T>(square);
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < lanes; ++i) store<T>(square[i], to + (r + i) * stride + c);
+      }
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    T* __restrict line = to + r * stride;
+    const T* __restrict source = from + r * row;
+    int64_t c = 0;
+    if (column == 1)
+      for (; c + lanes <= columns; c += lanes) store<T>(load<T>(source + c) * scale, line + c);
+    for (; c < columns; ++c) line[c] = source[c * column] * scale;
+  }
+}
+
 // exp(x) for x <= 0 as 2^n * e^r with |r| <= ln(2) / 2, by the constants of Exp. Below LOWEST the result is
 // exactly 0; NaN stays NaN.
 template <typename T>

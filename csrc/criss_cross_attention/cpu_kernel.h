@@ -11,57 +11,6 @@
 template <typename T>
 constexpr int64_t PANEL = 256 / sizeof(T);  // columns of a panel
 
-// Transposes a square of `lanes` rows: in step `half`, rows i and i + half exchange lanes.
-template <typename T>
-ATTN_INLINE void transpose(typename Vector<T>::type (&rows)[Vector<T>::lanes]) {
-  constexpr int64_t lanes = Vector<T>::lanes;
-  using Bits = typename Vector<T>::bits;
-#pragma GCC unroll 4
-  for (int64_t half = 1; half < lanes; half *= 2) {
-    Bits upper;  // true in the lanes that row i takes from row i + half
-    Bits left, right;
-    for (int64_t l = 0; l < lanes; ++l) {
-      upper[l] = l & half ? -1 : 0;
-      left[l] = (l - half) & (lanes - 1), right[l] = (l + half) & (lanes - 1);
-    }
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < lanes; ++i) {
-      if (i & half) continue;
-      const auto low = rows[i], high = rows[i + half];
-      rows[i] = upper ? shuffled<T>(high, left) : low;
-      rows[i + half] = upper ? high : shuffled<T>(low, right);
-    }
-  }
-}
-
-// Copies rows x columns elements of any strides, times `scale`, to rows of `stride` elements, whose last ones
-// become 0.
-template <typename T>
-void pack(const T* from, int64_t row, int64_t column, int64_t rows, int64_t columns, T scale, T* to,
-          int64_t stride) {
-  constexpr int64_t lanes = Vector<T>::lanes;
-  int64_t whole = 0;  // columns that are transposed by squares, in all rows but the last
-  if (row == 1 && column != 1) {
-    for (; whole + lanes <= columns; whole += lanes)
-      for (int64_t r = 0; r + lanes <= rows; r += lanes) {
-        typename Vector<T>::type square[lanes];
-        for (int64_t i = 0; i < lanes; ++i) square[i] = load(from + r + (whole + i) * column) * scale;
-        transpose<T>(square);
-        for (int64_t i = 0; i < lanes; ++i) store<T>(square[i], to + (r + i) * stride + whole);
-      }
-  }
-  for (int64_t r = 0; r < rows; ++r) {
-    T* __restrict line = to + r * stride;
-    const T* __restrict source = from + r * row;
-    const bool last = r >= rows / lanes * lanes;
-    if (column == 1)
-      for (int64_t c = 0; c < columns; ++c) line[c] = source[c] * scale;
-    else
-      for (int64_t c = last ? 0 : whole; c < columns; ++c) line[c] = source[c * column] * scale;
-    for (int64_t c = columns; c < stride; ++c) line[c] = T(0);
-  }
-}
-
 template <typename T>
 struct Scratch {
   Buffer<T> left, panel, product;
@@ -75,14 +24,14 @@ template <typename T>
 void multiply(const Problem<T>& p, Scratch<T>& s, const T* left, const T* right, T* result) {
   int64_t left_row = p.left.stride[3], left_column = p.left.stride[4];
   if (p.packs_left()) {
-    pack(left, left_row, left_column, p.rows, p.depth, p.scale, s.left.data(), p.depth);
+    copy_matrix(left, left_row, left_column, p.rows, p.depth, p.scale, s.left.data(), p.depth);
     left = s.left.data(), left_row = p.depth, left_column = 1;
   }
   constexpr int64_t lanes = 64 / sizeof(T);
   for (int64_t first = 0; first < p.columns; first += PANEL<T>) {
     const int64_t width = std::min(PANEL<T>, p.columns - first), padded = (width + lanes - 1) / lanes * lanes;
-    pack(right + first * p.right.stride[4], p.right.stride[3], p.right.stride[4], p.depth, width, T(1),
-         s.panel.data(), padded);
+    copy_matrix(right + first * p.right.stride[4], p.right.stride[3], p.right.stride[4], p.depth, width, T(1),
+                s.panel.data(), padded);
     T* to = result + first * p.result.stride[4];
     if (width == padded && p.result.stride[4] == 1) {
       product(left, left_row, left_column, s.panel.data(), padded, to, p.result.stride[3], p.rows, padded,

@@ -79,6 +79,10 @@ void mixes(const T* const* weights, int64_t weight_shift, const T* const* source
 template <typename E, typename T>
 ATTN_INLINE void pack_row(const E* from, int64_t column_stride, int64_t channel_stride, int64_t count,
                           int64_t width, int64_t phases, int64_t first, int64_t line, T* to) {
+  if constexpr (std::is_same_v<E, T>) {
+    if (phases == 1)
+      return copy_matrix(from, channel_stride, column_stride, width, count, T(1), to + first, line);
+  }
   constexpr int64_t tile = 16;  // both sides of a transposition stay in the L1 cache
   for (int64_t x0 = 0; x0 < count; x0 += tile) {
     const int64_t end = std::min(count, x0 + tile);
@@ -100,10 +104,11 @@ ATTN_INLINE void pack_row(const E* from, int64_t column_stride, int64_t channel_
 template <typename T>
 void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t y = task % p.rows, m = task / p.rows % p.M, b = task / p.rows / p.M;
+    // The heads of a row follow each other: channels-last, they lie in the same pages.
+    const int64_t m = task % p.M, y = task / p.M % p.rows, b = task / p.M / p.rows;
+    T* to = p.to + ((b * p.M + m) * p.rows + y) * p.phases * p.width * p.line;
     with_elements(p.view, b, m, y, 0, [&](const auto* from) {
-      pack_row(from, p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first, p.line,
-               p.to + task * p.phases * p.width * p.line);
+      pack_row(from, p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first, p.line, to);
     });
   }
 }
@@ -160,6 +165,8 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   if (p.position_logits.data) {
     const int64_t column = p.position_logits.stride[3], tap = p.position_logits.stride[4];
     with_elements(p.position_logits, b, m, y, x0, [&](const auto* from) {
+      if constexpr (std::is_same_v<decltype(from), const T*>)
+        return copy_matrix(from, tap, column, taps, count, T(1), weights, step);
       for (int64_t x = 0; x < count; ++x)
         for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = T(from[x * column + t * tap]);
     });
@@ -193,6 +200,11 @@ ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, i
   const int64_t column = view.stride[3] * step, channel = view.stride[4];
   with_elements(view, b, m, y, first, [&](auto* to) {
     using E = std::remove_reference_t<decltype(*to)>;
+    if constexpr (std::is_same_v<E, T>) {
+      if (channel == 1)
+        return copy_matrix(from + begin, int64_t(1), TILE, end - begin, width, T(1), to + begin * column, column);
+      if (column == 1) return copy_matrix(from + begin, TILE, int64_t(1), width, end - begin, T(1), to + begin, channel);
+    }
     for (int64_t x = begin; x < end; ++x)
       for (int64_t c = 0; c < width; ++c) to[x * column + c * channel] = E(from[c * TILE + x]);
   });

@@ -132,13 +132,12 @@ ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count
   store<T>(load<T>(from + count - lanes), to + count - lanes);
 }
 
-// Returns true if a query's logits can be read in place: none is excluded, and they fill a vector. `row` and
+// Returns true if a query's logits can be read as they are: none is excluded, and they fill a vector. `row` and
 // `column` are the map coordinates of the window's first tap.
 template <typename T>
 ATTN_INLINE bool readable(const Problem<T>& p, int64_t row, int64_t column) {
   const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + p.kernel[1] <= p.Wk;
-  return p.position_logits.stride[4] == 1 && p.taps() >= Vector<T>::lanes &&
-         (whole || p.border == Border::kZero);
+  return p.taps() >= Vector<T>::lanes && (whole || p.border == Border::kZero);
 }
 
 // Copies a query's logits to `room`, with -inf in place of the excluded ones.
@@ -146,7 +145,7 @@ template <typename T, typename E>
 ATTN_INLINE const T* copied(const Problem<T>& p, const E* logits, int64_t row, int64_t column, T* room) {
   constexpr T NONE = -std::numeric_limits<T>::infinity();
   const int64_t taps = p.taps(), columns = p.kernel[1];
-  copy_strided<T>(logits, p.position_logits.stride[4], taps, room);
+  copy_strided<T>(logits, int64_t(1), taps, room);
   for (int64_t t = taps; t < Vector<T>::lanes; ++t) room[t] = NONE;
   if (p.border == Border::kZero) return room;
   const int64_t begin = std::clamp(-column, int64_t(0), columns),
@@ -166,7 +165,8 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   auto whole = [](int64_t n) { return (n + lanes - 1) / lanes * lanes; };
   const int64_t taps = p.taps(), columns = p.kernel[1], reach = TILE + columns - 1;
   const int64_t step = whole(taps), width = whole(p.dv);
-  Buffer<T> room(step), weights(SPAN * step), values(p.kernel[0] * reach * width), mixed(SPAN * width);
+  const bool contiguous = p.position_logits.stride[4] == 1;
+  Buffer<T> logits(contiguous ? 0 : TILE * step), room(step), weights(SPAN * step), values(p.kernel[0] * reach * width), mixed(SPAN * width);
   const int64_t tiles = (p.Wq + TILE - 1) / TILE;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
@@ -181,12 +181,28 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       std::fill(row, row + from * width, T(0));
       if (from < to)
         with_elements(p.value_view, b, m, top + i, left + from, [&](const auto* value) {
+          if constexpr (std::is_same_v<decltype(value), const T*>)
+            return copy_matrix(value, p.value_view.stride[3], p.value_view.stride[4], to - from, p.dv, T(1),
+                               row + from * width, width);
           for (int64_t j = from; j < to; ++j)
             copy_strided<T>(value + (j - from) * p.value_view.stride[3], p.value_view.stride[4], p.dv,
                             row + j * width);
         });
       std::fill(row + to * width, row + reach * width, T(0));
     }
+    if (!contiguous)
+      with_elements(p.position_logits, b, m, y, x0, [&](const auto* from) {
+        const int64_t column = p.position_logits.stride[3], tap = p.position_logits.stride[4];
+        // The next row's logits: the hardware does not follow as many streams as there are taps.
+        if (y + 1 < p.Hq)
+          for (int64_t t = 0; t < taps; ++t)
+            for (int64_t x = 0; x < count; x += 64 / sizeof(*from))
+              __builtin_prefetch(from + p.position_logits.stride[2] + x * column + t * tap);
+        if constexpr (std::is_same_v<decltype(from), const T*>)
+          return copy_matrix(from, column, tap, count, taps, T(1), logits.data(), step);
+        for (int64_t x = 0; x < count; ++x)
+          for (int64_t t = 0; t < taps; ++t) logits[x * step + t] = T(from[x * column + t * tap]);
+      });
     for (int64_t x = 0; x < count; x += SPAN) {
       const int64_t queries = std::min(SPAN, count - x);
       // Whole vectors; the padding beyond the row's last query has a maximum of 0 and a sum of 1.
@@ -195,16 +211,21 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       for (int64_t q = 0; q < queries; ++q) {
         // The hardware does not prefetch the next query's logits if those of other heads lie between them.
         const int64_t ahead = std::min(SPAN, p.Wq - 1 - (x0 + x + q)) * p.position_logits.stride[3];
-        with_elements(p.position_logits, b, m, y, x0 + x + q, [&](const auto* taken) {
-          for (int64_t t = 0; t < taps; t += 64 / sizeof(*taken))
-            __builtin_prefetch(taken + ahead + t * p.position_logits.stride[4]);
+        const auto take = [&](const auto* taken) {
           T* const to = weights.data() + q * step;
           const auto softmax =
               readable(p, top, left + x + q)
                   ? exponentials(taken, taps, to)
                   : exponentials(copied(p, taken, top, left + x + q, room.data()), std::max(taps, lanes), to);
           tops[q] = softmax.top, sums[q] = softmax.sum;
-        });
+        };
+        if (!contiguous)
+          take(logits.data() + (x + q) * step);
+        else
+          with_elements(p.position_logits, b, m, y, x0 + x + q, [&](const auto* taken) {
+            for (int64_t t = 0; t < taps; t += 64 / sizeof(*taken)) __builtin_prefetch(taken + ahead + t);
+            take(taken);
+          });
       }
       finish(tops, sums, scale, log_sum_exp);
       for (int64_t q = 0; q < queries; ++q) *p.log_sum_exp.at(b, m, y, x0 + x + q) = log_sum_exp[q];

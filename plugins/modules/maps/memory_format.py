@@ -16,13 +16,6 @@ from ...ops.common.axes import unflatten
 from ...ops.common.gradients import is_batched_gradient, traced, transformed
 from ...ops.common.strides import memory_format
 
-# A plain copy accesses another page for every element of a pixel or of a plane. On two threads (1, 512, 97, 97) took
-# 1.2 to 18 ms to channels-last and 6 ms back; (4, 1024, 32, 32) took 7 and 6 ms. PyTorch copies a transposed matrix in
-# tiles on one thread: 2.4 to 2.8 ms and 2.2 ms in either direction. With more threads a plain copy is as fast. On CUDA,
-# where a plain copy coalesces only one of its two sides, a kernel copies in tiles.
-_LARGE_IMAGE = 1 << 18  # elements
-_FEW_THREADS = 4
-
 
 def is_channels_last(x: Tensor) -> bool:
     """Return whether (B, C, H, W) is channels-last by :func:`~attn_plugins.ops.common.strides.memory_format`."""
@@ -126,15 +119,7 @@ def _copied(x: Tensor, channels_last: bool) -> Tensor:
     """Copy ``x`` to channels-last or contiguous memory."""
     B, C, H, W = x.shape
     transposed = x.is_contiguous() if channels_last else is_channels_last(x)
-    tiled = transposition.has_kernel(x)
-    large = x.device.type == "cpu" and torch.get_num_threads() <= _FEW_THREADS and C * H * W >= _LARGE_IMAGE
-    if not transposed or not (tiled or large):
+    if not transposed or not transposition.has_kernel(x):
         return x.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    matrices = _matrices(x, channels_last)
-    if tiled:
-        copy = transposition.transposed(matrices)
-    else:
-        copy = x.new_empty(matrices.mT.shape)
-        for image, original in zip(copy.unbind(), matrices.unbind()):
-            image.copy_(original.t())
+    copy = transposition.transposed(_matrices(x, channels_last))
     return copy.view(B, H, W, C).permute(0, 3, 1, 2) if channels_last else copy.view(B, C, H, W)

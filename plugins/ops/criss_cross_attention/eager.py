@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
 from ..common.backends import Backend, Gradients, never
+from ..common.transposition import channels_innermost
 from .operands import Options, Terms
 
 _ALIGNMENT = 8  # elements to which both parts of a query's logits are padded: tensor cores read halves by 16 bytes
@@ -59,7 +60,7 @@ def packed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         tensor = tensor.to(dtype)
     if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
         return tensor
-    return heads_innermost(tensor).contiguous().permute(0, 3, 1, 2, 4)
+    return channels_innermost(tensor)
 
 
 def _columns(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Conversions between memory formats, on CUDA by a kernel that transposes; projections by one product there."""
+"""Conversions between memory formats, by kernels that transpose; projections by one product there."""
 
 from __future__ import annotations
 
@@ -7,38 +7,26 @@ import torch
 from torch import nn
 
 from attn_plugins.modules import CrissCrossAttention2d
-from attn_plugins.modules.maps import criss_cross, memory_format
+from attn_plugins.modules.maps import criss_cross
 from attn_plugins.modules.maps.memory_format import add_scaled, in_format_of, to_channels_last
 from attn_plugins.ops.common import transposition
 from tests.helpers.memory_format_checks import has_format
 from tests.helpers.module_inputs import drawn
 
 
-@pytest.fixture(params=["plain", "definition", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["kernel", "plain", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request, monkeypatch):
-    """Return a device: the CPU, the CPU with the kernel's definition, or a GPU, whose maps a kernel transposes."""
-    if request.param == "cuda":
-        return "cuda"
-
-    def transposed(matrices, addend=None, scale=None):
-        product = matrices.mT if scale is None else matrices.mT * scale
-        return (product if addend is None else addend + product).contiguous()
-
-    if request.param == "definition":
-        monkeypatch.setattr(transposition, "has_kernel", lambda tensor: True)
-        monkeypatch.setattr(transposition, "transposed", transposed)
-    return "cpu"
+    """Return a device: the CPU, the CPU without a kernel for transposition, or a GPU."""
+    if request.param == "plain":
+        monkeypatch.setattr(transposition, "has_kernel", lambda tensor: False)
+    return "cuda" if request.param == "cuda" else "cpu"
 
 
-# (B, C, H, W), with images both above and below the size for the copy by transposed matrices
+# (B, C, H, W): fewer rows or columns than a vector, than a block, and more
 @pytest.mark.parametrize(
-    ("shape", "few_threads"),
-    [((2, 3, 4, 5), 0), ((3, 65, 61, 67), 0), ((1, 512, 32, 32), 1 << 16), ((0, 4, 5, 6), 0), ((2, 1, 520, 600), 0),
-     ((2, 90_000, 1, 1), 1 << 16)],
-    ids=str,
-)  # fmt: skip
-def test_conversions_equal_pytorchs(shape, few_threads, device, monkeypatch):
-    monkeypatch.setattr(memory_format, "_FEW_THREADS", few_threads)
+    "shape", [(2, 3, 4, 5), (3, 65, 11, 13), (1, 128, 8, 32), (0, 4, 5, 6), (2, 1, 52, 60), (2, 900, 1, 1)], ids=str
+)
+def test_conversions_equal_pytorchs(shape, device):
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         x = torch.randn(shape).to(device, dtype)
         last = to_channels_last(x)
