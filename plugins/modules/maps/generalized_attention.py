@@ -302,7 +302,8 @@ class GeneralizedAttention2d(nn.Module):
         query, key = heads.get("query"), heads.get("key")
         query = None if query is None else self._scaled(query)
         if u is not None and key is not None:
-            key, saliency = None, key_saliency(key, u)
+            saliency = key_saliency(key, u)
+            key = None
         return query, key, heads["value"], saliency
 
     def _along_window(self, projection: nn.Linear, query: Tensor | None, radius: int) -> Tensor:

@@ -5,6 +5,8 @@ Shapes: B batch, C channels, M heads, d width per head, (H, W) the map.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -44,5 +46,5 @@ def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None
 def _is_plain(conv: nn.Module) -> bool:
     if not untouched(conv, nn.Conv2d):
         return False
-    weight = conv.weight
+    weight: Any = conv.weight
     return type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.device.type != "meta"
