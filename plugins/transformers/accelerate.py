@@ -39,24 +39,23 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
         ValueError: ``model`` contains no supported module.
         RuntimeError: Other code has modified one of the modules; nothing is replaced.
     """
-    found: dict[str, tuple[nn.Module, Place]] = {}
+    found: dict[str, Any] = {}
     known = False
     for name, module in model.named_modules():
         place = place_of(type(module))
         known = known or place is not None or isinstance(module, Accelerated)
         if place is not None and not _replaced(module, place):
             _check(name, module, place)
-            found[name] = module, place
+            found[name] = module
     if not known:
         raise ValueError(
             "model must contain multi-scale deformable attention of transformers, rfdetr or Ultralytics, but "
             f"{type(model).__name__} has none"
         )
-    for module, _ in found.values():
+    for module in found.values():
         vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
-        kind: Any = type(module)
-        module.__class__ = derived(kind)
-        module.exchange()  # type: ignore[operator]
+        module.__class__ = derived(type(module))
+        module.exchange()
     if onednn:
         use_onednn()
     return list(found)
@@ -84,7 +83,7 @@ class Accelerated(nn.Module):
 
 
 @functools.cache
-def derived(layer: Any) -> type:
+def derived(layer: Any) -> Any:
     """Return the class that replaces a stock class."""
     place = place_of(layer)
     assert place is not None
@@ -99,8 +98,7 @@ def derived(layer: Any) -> type:
 
 
 def _empty(layer: type) -> nn.Module:
-    kind: Any = derived(layer)
-    return kind.__new__(kind)
+    return object.__new__(derived(layer))
 
 
 def _replaced(module: nn.Module, place: Place) -> bool:

@@ -51,10 +51,9 @@ def _check(module: ModuleType, place: Place) -> None:
 def _replace(module: ModuleType) -> None:
     place = next(place for place in PLACES if place.module == module.__name__)
     held = _held(module, place)
-    if held is None or stock_of(held) is not held:
-        return
-    owner = module if place.function else getattr(module, place.layer)
-    setattr(owner, place.function or "forward", replacement(place, held))
+    if held is not None and stock_of(held) is held:
+        owner = module if place.function else getattr(module, place.layer)
+        setattr(owner, place.function or "forward", replacement(place, held))
 
 
 replace()

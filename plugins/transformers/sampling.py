@@ -88,8 +88,7 @@ def transposed_value(
     value_spatial_shapes_hw: Sequence[tuple[int, int]] | None = None,
 ) -> Tensor:
     """Compute ``ms_deform_attn_core_pytorch`` of rfdetr, whose values are (B, M, d, S)."""
-    exporting = sampling_locations.dim() == 5
-    if exporting or not _serves(value, sampling_locations, attention_weights):
+    if sampling_locations.dim() == 5 or not _serves(value, sampling_locations, attention_weights):  # 5: its export
         return stock(value, value_spatial_shapes, sampling_locations, attention_weights, value_spatial_shapes_hw)
     shapes = value_spatial_shapes if value_spatial_shapes_hw is None else value_spatial_shapes_hw
     weights = attention_weights.reshape(sampling_locations.shape[:-1])
