@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from itertools import chain
+
 import pytest
 import torch
 
 from attn_plugins.ops.common import library
-from tools.bench import host
+from tools.bench import host, host_models
 
 # Operator: ATen operators and functions of Python of a forward, and of one with its backward. PyTorch's own of
 # torch.autograd.grad, about 45, are among the latter.
@@ -25,6 +30,47 @@ def test_calls_stay_cheap(name):
         assert counted.aten <= aten
         assert 10 < counted.python <= python
         assert counted.us is None
+
+
+# Launches, ATen operators and functions of Python of a prediction and of a training step; ResNet-50 itself launches 227
+# and 560 kernels by 1,355 and 2,794 operators.
+MODELS = {
+    "attn1111_resnet50": ((410, 2900, 6600), (1040, 6500, 10900)),
+    "aa_resnet50": ((400, 2900, 6400), (1020, 6600, 10900)),
+}
+
+
+def test_models_stay_cheap():
+    pytest.importorskip("timm")
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tools.bench.host", "--models", "--counts", *MODELS]
+    variables = os.environ | {"TRITON_INTERPRET": "0"}  # where the tests run Triton's kernels, none would be idle
+    lines = subprocess.run(command, env=variables, check=True, capture_output=True, text=True).stdout.splitlines()[2:]
+    assert len(lines) == 2 * len(MODELS)
+    for line, most in zip(lines, chain.from_iterable(MODELS.values())):
+        counted = [int(cell) for cell in line.split("|")[2:5]]
+        assert all(number <= limit for number, limit in zip(counted, most)), line
+        assert counted[0] > 300
+
+
+def test_what_launches():
+    """Views and what calls others do not; an operator within one that launches is a part of it."""
+    x, weight = torch.rand(2, 3, 4, 4), torch.rand(5, 3, 3, 3)
+    for call, launches in (
+        (lambda: x.transpose(1, 2).flatten(0, 1).unsqueeze(0)[0], 1),  # a copy
+        (lambda: x.transpose(1, 2).unsqueeze(0)[0], 0),
+        (lambda: x.to(torch.bfloat16), 1),
+        (lambda: torch.zeros_like(x), 1),
+        (lambda: torch.nn.functional.conv2d(x, weight), 1),
+        (lambda: torch.einsum("bchw,oc->bohw", x, weight[:, :, 0, 0]), 2),  # a copy and a product
+    ):
+        assert host.count(call, rounds=0).launches == launches
+
+
+def test_the_page_keeps_first_numbers():
+    line = "| a, prediction | 1 | 20 / 3 | x |"
+    assert host_models.beside(line, "a, prediction", [7, 8, 9]) == "| a, prediction | 1 / 7 | 20 / 8 | x / 9 |"
+    assert host_models.beside(line, "b, prediction", [7, 8, 9]) == line
 
 
 def test_counts():

@@ -1,12 +1,15 @@
 """Count what the host does for one call of an operator on tiny tensors: ``python -m tools.bench.host``.
 
 Columns: launches of kernels; ATen operators, as the profiler sees them, those within others as well; functions of
-Python that are entered, and those of C that Python calls; the least of many times on one thread, in µs.
+Python that are entered, and those of C that Python calls; the least of many times of one thread's CPU, in µs.
 
 ``--cuda`` counts the way to a GPU without one. The two sampling operators run their CUDA kernels in the emulator of
 ``tools/emulation``, which is compiled first (a minute); times there mean nothing and are left out. Triton's
 operators run on a device that launches nothing, whose times leave out the launches. ATen operators that launch a kernel
 on CUDA count as launches.
+
+``--models`` counts a prediction and a training step of whole models on the same device; see :mod:`.host_models`.
+``--write`` puts their table into ``benchmarks/host_time.md``, where each cell keeps its first number.
 """
 
 from __future__ import annotations
@@ -122,10 +125,10 @@ def _above(event: Any) -> Iterator[str]:
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()  # not that of other work on the machine
     for _ in range(calls):
         run()
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 @cache
@@ -164,8 +167,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
     parser.add_argument("--cuda", action="store_true", help="count the way to a GPU")
     parser.add_argument("--dtype", default="float32", help="of the tensors (float32)")
+    parser.add_argument("--models", action="store_true", help="count whole models, all or those that are named")
+    parser.add_argument("--counts", action="store_true", help="of models, leave out the times")
+    parser.add_argument("--write", action="store_true", help="write the models' table to benchmarks/host_time.md")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    if options.models or options.write:
+        from . import host_models
+
+        host_models.table(options.names or [*host_models.MODELS], 0 if options.counts else 20, options.write)
+        return 0
     print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
     for name in options.names or ([*EMULATED, *TRITON] if options.cuda else OPERATORS):
         way = nullcontext() if not options.cuda else idle() if name in TRITON else emulated()

@@ -6,8 +6,9 @@ depend on its width. Calls choose their backends as on a GPU, whose kernels are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,8 @@ from attn_plugins.ops.common import backends, transposition, triton_launch
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 
+PAGE = Path(__file__).parents[2] / "benchmarks" / "host_time.md"
+HEAD = "| model, pass | launches | ATen | Python | C | µs |"
 SIZE = 64  # of the images: maps of 8 × 8 to 2 × 2 in the last three stages
 CONVOLUTION = 5, 9  # launches of deformable convolution and of its backward, as counted in the emulator
 MODELS: dict[str, dict[str, Any]] = {
@@ -85,3 +88,39 @@ def as_on_cuda() -> Iterator[Callable[[], int]]:
         for name, kernel in (("forward", convolve), ("backward", differentiate)):
             stack.enter_context(patch.object(torch.ops.attn_plugins, f"deform_conv2d_{name}_kernel", kernel))
         yield lambda: launches[0] + idle()
+
+
+def rows(names: Sequence[str], rounds: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield a name and launches, ATen operators, functions of Python and of C, and µs of each pass of each model.
+
+    No times are taken for no ``rounds``; which are then 0.
+    """
+    from . import host
+
+    with as_on_cuda() as launches:
+        for name in names:
+            for kind, run in passes(name).items():
+                counted = host.count(run, rounds, calls=1)
+                before = launches()
+                run()
+                own = launches() - before
+                us = round(counted.us or 0)
+                yield f"{name}, {kind}", [own + counted.launches, counted.aten, counted.python, counted.c, us]
+
+
+def table(names: Sequence[str], rounds: int, write: bool = False, page: Path = PAGE) -> None:
+    """Print the counts of models, and write them to the page beside the first ones that it holds."""
+    print(f"{HEAD}\n| --- | --- | --- | --- | --- | --- |")
+    for name, numbers in rows(names, rounds):
+        print("|", " | ".join(map(str, (name, *numbers))), "|", flush=True)
+        if write:
+            page.write_text("\n".join([beside(line, name, numbers) for line in page.read_text().split("\n")]))
+
+
+def beside(line: str, name: str, numbers: Sequence[int]) -> str:
+    """Return a row of the page with new numbers in the place of its second ones; other lines as they are."""
+    first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+    if first != name:
+        return line
+    pairs = [f"{cell.split(' / ')[0]} / {number}" for cell, number in zip(cells, numbers)]
+    return f"| {' | '.join([name, *pairs])} |"
