@@ -311,7 +311,7 @@ def test_u_and_v_start_as_mmcvs(name, vectors):
         assert all(0.95 / 32 < extreme <= 1 / 32 for extreme in (drawn.max(), -drawn.min()))
 
 
-@pytest.mark.parametrize("name", ["BilateralNonLocal2d", "WindowSelfAttention"])
+@pytest.mark.parametrize("name", ["BilateralNonLocal2d", "DynamicConv1d", "WindowSelfAttention"])
 def test_biases_start_at_zero(name):
     biases = [parameter for key, parameter in VARIANTS[name]().named_parameters() if key.endswith(".bias")]
     assert biases

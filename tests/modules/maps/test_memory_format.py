@@ -101,9 +101,13 @@ def test_one_product_projects(position, monkeypatch):
     """It gives what three layers give; a layer that somebody observes or replaces is still called."""
     module = drawn(CrissCrossAttention2d(6, 2, position, input_size=(4, 5), dtype=torch.float64))
     x = torch.randn(2, 6, 4, 5, dtype=torch.float64)
+    convolve, convolved = nn.Conv2d._conv_forward, []
+    monkeypatch.setattr(nn.Conv2d, "_conv_forward", lambda *args: convolved.append(1) or convolve(*args))
     expected = module(x)
     grads = torch.autograd.grad(expected.sum(), list(module.parameters()))
     monkeypatch.setattr(criss_cross, "joins_products", lambda x: True)
+    module(x)
+    assert len(convolved) == 3  # all by the first call
     if position == "none":
         torch.testing.assert_close(torch.compile(module, backend="eager", fullgraph=True)(x), expected)
     calls = []
