@@ -78,6 +78,12 @@ def test_imports_follow_the_rule():
     assert not {str(file.relative_to(PLUGINS)): wrong for file in FILES if (wrong := broken_rule(file))}
 
 
+def test_tools_import_no_tests():
+    files = [*(PLUGINS.parent / "tools").rglob("*.py")]
+    assert len(files) > 20
+    assert not [f for f in files if re.search(r"^\s*(from|import) tests\b", f.read_text(), re.MULTILINE)]
+
+
 @cache
 def bound_in(init: Path) -> frozenset[str]:
     """Return the names that a package's ``__init__`` imports from its files, as ``from .file import name``."""
