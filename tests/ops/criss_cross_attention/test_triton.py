@@ -142,6 +142,3 @@ def test_dynamo_sees_whether_triton_serves(reason, monkeypatch):
         op="call_function", target=torch.ops.attn_plugins.criss_cross_attention.default
     )
     assert call.args[-2:] == (1.0, reason is None)
-
-
-# --- what is compiled ---------------------------------------------------------------------------------------------
