@@ -78,10 +78,12 @@ def _measure(
     ours = case.ours()
     facts: dict[str, Any] = {}
     prepared: dict[str, Callable[[], Run]] = {"ours": lambda: ours}
-    details = details and case.timing != "whole"
+    whole = case.timing == "whole"
+    details = details and not whole
+    if not whole:
+        facts = {"kind": case.kind, "work": roofline.work_of(ours)._asdict()}
     if details:
-        facts = {"kind": case.kind, "served_by": served_by(ours), "work": roofline.work_of(ours)._asdict()}
-        facts |= {"refusals": {}, "differences": {}}
+        facts |= {"served_by": served_by(ours), "refusals": {}, "differences": {}}
         expected = ours()
         prepared |= {f"{OWN}{name}": lambda name=name: forced(ours, name) for name in others(facts["served_by"])}
     contestants: dict[str, Contestant] = {}
@@ -124,7 +126,8 @@ def _measure(
         is_noisy = row["noisy"]
     if details:
         facts["backends"] = {n.removeprefix(OWN): e for n, e in (results | errors).items() if n.startswith(OWN)}
-        facts["share"] = ceilings and roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
+    if ceilings and not whole:
+        facts["share"] = roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
     row["loaded"] = device == "cpu" and (load["others"] or 0) > LOADED
     row |= {"goal": case.goal, "threads": torch.get_num_threads(), **facts}
     return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})

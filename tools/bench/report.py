@@ -16,10 +16,10 @@ PACKAGES = (
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
-between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
+between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile. Share: the
+least time of the device for the operations or bytes, over our time."""
 ON_CUDA = """ Runs under
-50 ms are replayed from a CUDA graph, with caches flushed before each. Share: the least time of the device for the
-operations or bytes, over our time."""
+50 ms are replayed from a CUDA graph, with caches flushed before each."""
 EAGER = f"""Each cell: minimum / lower quartile · median · upper quartile of the time of an eager call in {{unit}} (peak
 extra memory of torch's allocator in MiB), the host's time of a call, and the time by a CUDA graph where there is one.
 Calls run back to back for some 5 ms, so that the slower of host and device counts, without flushed caches. Ours and
@@ -111,8 +111,8 @@ def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> 
         columns["ratio"] = lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}"
         columns["goal"] = lambda row: "" if row["goal"] is None else f"≥ {row['goal']:.3g}×"
         columns["memory"] = lambda row: "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}"
-    if detailed:
-        columns["share"] = lambda row: f"{100 * row['share']:.0f} %" if row["share"] else ""
+    if any("share" in row for row in rows):
+        columns["share"] = lambda row: f"{100 * row['share']:.0f} %" if row.get("share") else ""
     columns |= {"others, CPUs": lambda row: cpus(row["load"]["others"]), "marks": marks}
     lines = markdown(columns, [[of(row) for of in columns.values()] for row in rows])
     return [explanation.format(unit=unit), "", *lines]

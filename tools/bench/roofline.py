@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from attn_plugins.ops import use_onednn
+
 from .case import KINDS, Run, tensors
 from .timing import Contestant
 
-SIZES = {"cuda": (8192, 2**28), "cpu": (512, 2**24)}  # side of the matrices, and length of the copy, that are timed
+SIZES = {"cuda": (8192, 2**28), "cpu": (2048, 2**26)}  # side of the matrices, and length of the copy, that are timed
+ON_CPU_TIMED = ("bfloat16", "float32")  # a CPU's float16 product takes minutes
 
 
 class Work(NamedTuple):
@@ -60,15 +63,23 @@ def work_of(run: Run) -> Work:
 
 
 def ceilings(device: str) -> dict[str, float]:
-    """Measure operations per second of each kind by a matrix product, and bytes per second by a copy."""
+    """Measure operations per second of each kind by a matrix product, and bytes per second by a copy.
+
+    Products of float32 on CPUs are oneDNN's where ``ops.use_onednn`` takes it, and then MKL's as well.
+    """
     (side, length), rates = SIZES[device], dict[str, float]()
     before = torch.backends.cuda.matmul.allow_tf32
+    onednn = device == "cpu" and use_onednn()
     for name, kind in KINDS.items():
-        if not kind.autocast:
+        if not kind.autocast and (device == "cuda" or name in ON_CPU_TIMED):
             torch.backends.cuda.matmul.allow_tf32 = kind.tf32
             a, b = (torch.randn(side, side, device=device, dtype=kind.dtype) for _ in range(2))
             rates[name] = 2 * side**3 / fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
     torch.backends.cuda.matmul.allow_tf32 = before
+    use_onednn(False)
+    if onednn:
+        a, b = torch.randn(side, side), torch.randn(side, side)
+        rates["float32 by MKL"] = 2 * side**3 / fastest(lambda: a @ b, device)
     source = torch.randn(length, device=device)
     target = torch.empty_like(source)
     rates["bytes"] = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)

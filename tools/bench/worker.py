@@ -108,7 +108,7 @@ def work(job: Job) -> None:
     lines = read(record)
     done, crashed = {line["done"] for line in lines if "done" in line}, crashes(lines)
     rates = next((line["ceilings"] for line in lines if "ceilings" in line), None)
-    if job.details and rates is None and job.share is None:
+    if rates is None and job.share is None:
         rates = roofline.ceilings(job.device)
         write(ceilings=rates)
     settings = Settings(**job.settings)
