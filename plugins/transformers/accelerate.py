@@ -46,15 +46,15 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
         known = known or place is not None or isinstance(module, Accelerated)
         if place is not None and not _replaced(module, place):
             _check(name, module, place)
-            found[name] = module
+            found[name] = type(module), module
     if not known:
         raise ValueError(
             "model must contain multi-scale deformable attention of transformers, rfdetr or Ultralytics, but "
             f"{type(model).__name__} has none"
         )
-    for module in found.values():
+    for kind, module in found.values():
         vars(module).pop("forward", None)  # the class's own, which ``kernelize`` binds where it has no kernel
-        module.__class__ = derived(type(module))
+        module.__class__ = derived(kind)
         module.exchange()
     if onednn:
         use_onednn()

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
 from ..common.gradients import is_compiling
 from ..common.operator import Operator
-from . import cpu, cuda, eager, reference, triton
+from . import cpu, cuda, eager, onnx, reference, triton
 from .operands import Options, Terms
 
 
@@ -184,5 +184,6 @@ ATTEND = Operator(
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
+    onnx=onnx.node,
     cast=("value",),
 )
