@@ -50,6 +50,8 @@ def test_equal_arguments_share_a_result(kept):
     assert torch.equal(first, torch.arange(5) * 2.0)
     assert kept(5, 2.0, CPU, torch.float32) is first
     assert kept(5, scale=2.0, device=CPU, dtype=torch.float32) is kept(5, scale=2.0, device=CPU, dtype=torch.float32)
+    sizes = cached(torch.ones)
+    assert sizes((2, 3), device=CPU) is sizes((2, 3), device=CPU)
 
 
 @pytest.mark.parametrize("other", [(6, 2.0, torch.float32), (5, 3.0, torch.float32), (5, 2.0, torch.float64)])
