@@ -148,13 +148,15 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     options = ["--grid", "test_resnet", "--grid-size", "2", "--size", "64", "--checkpoint", tmp_path / "x.pth"]
     out = tmp_path / "regions.npz"
     assert run(drawn, out, *options) == 0
-    (tmp_path / "x.pth").unlink()
-    with pytest.raises(ValueError, match=r"are of .*x\.pth, which does not exist: put it back"):
+    moved = (tmp_path / "x.pth").rename(tmp_path / "y.pth")
+    with pytest.raises(ValueError, match=r"x\.pth does not exist: .* pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
-    with pytest.raises(ValueError, match=r"x\.pth, which has changed: put it back"):
+    with pytest.raises(ValueError, match=r"x\.pth is another file: .* pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
     regions = RegionFeatures(out).regions(1)
+    again = RecordedExtractor(RegionFeatures(out), checkpoint=moved)(open_picture(drawn / "images/000001.jpg"))
+    np.testing.assert_array_equal(again["features"], regions["features"])
     for recipe in (None, dict(tool="tools.caption extract", options=dict(grid="x"))):
         write_region_features(tmp_path / "bare.npz", [(1, regions)], recipe=recipe)
         with pytest.raises(ValueError, match=r"bare\.npz lacks the options of tools.caption extract"):

@@ -73,7 +73,7 @@ class Captioner:
             raise ValueError(f"--detector is needed: the fusion of --path {options.path} is {', '.join(fusions)}")
         self.extractor: RecordedExtractor | None = None
         if fusions != {"semantic"} and self.task.regions is not None:
-            self.extractor = RecordedExtractor(self.task.regions, device)
+            self.extractor = RecordedExtractor(self.task.regions, device, options.region_checkpoint)
             self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
         self.number = self._attribute_number() if self.sees_attributes else 0
         search = GenerationConfig(beam=options.beam, max_len_b=options.max_len, lenpen=options.lenpen)
@@ -195,4 +195,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--beam", type=int, default=3, help="default %(default)s")
     option("--max-len", type=int, default=50, metavar="WORDS", help="default %(default)s")
     option("--lenpen", type=float, default=1.0, help="above 1: longer captions, default %(default)s")
+    option("--region-checkpoint", type=Path, metavar="FILE", help="where the checkpoint of the regions lies now")
     option("--device", help="default: cuda where there is one, else cpu")

@@ -57,23 +57,25 @@ def make_extractor(options: argparse.Namespace, device: str) -> Any:
 class RecordedExtractor:
     """Extractor of one picture by the options in a features file, with features in the file's precision.
 
-    A detector's regions may differ in the last digits from the file's, which were computed in batches.
+    A detector's regions may differ in the last digits from the file's, which were computed in batches. ``checkpoint``
+    is where the extractor's checkpoint lies now.
 
     Raises:
         ValueError: the file has no options, its checkpoint is missing or has changed, or no extractor can be built.
     """
 
-    def __init__(self, features: RegionFeatures, device: str = "cpu") -> None:
+    def __init__(self, features: RegionFeatures, device: str = "cpu", checkpoint: Path | None = None) -> None:
         self.features, recipe = features, features.recipe or {}
         options = recipe.get("options", {}) if recipe.get("tool") == TOOL else {}
         if not options.keys() >= set(OPTIONS):
             raise ValueError(
                 f"{features.path} lacks the options of {TOOL}, by which the regions of a new picture are computed"
             )
-        checkpoint = options["checkpoint"] = options["checkpoint"] and Path(options["checkpoint"])
-        if checkpoint and recipe.get("sha256") != sha256_of(checkpoint):
-            what = "has changed" if checkpoint.is_file() else "does not exist"
-            raise ValueError(f"the regions in {features.path} are of {checkpoint}, which {what}: put it back")
+        path = options["checkpoint"] and Path(checkpoint or options["checkpoint"])
+        if path and recipe.get("sha256") != sha256_of(path):
+            what = "is another file" if path.is_file() else "does not exist"
+            raise ValueError(f"{path} {what}: the regions in {features.path} need it, pass --region-checkpoint")
+        options["checkpoint"] = path
         self.dtype = np.dtype(options["dtype"])
         self.extractor = make_extractor(argparse.Namespace(**options), device)
 
