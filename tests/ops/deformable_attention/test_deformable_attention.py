@@ -46,15 +46,17 @@ def test_reference_is_the_formula(extents):
 @by
 def test_at_a_whole_pixel_the_derivative_is_that_to_its_right(name, backend, device):
     """Interpolation has a kink where a new module's sampling offsets lie; beyond the map, the derivative is 0."""
-    value = torch.tensor([1.0, 3.0, 10.0, 30.0], device=device).view(1, 4, 1, 1)
+    value = torch.tensor([1.0, 3.0, 10.0, 30.0, 99.0], device=device).view(1, 5, 1, 1)  # the last is of another level
     #                 on every pixel; one pixel left and one right of the map; far to the left
     x = (torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0, 4.0, -2.0], device=device) + 0.5) / 4
-    locations = torch.stack((x, torch.full_like(x, 0.5)), -1).view(1, 7, 1, 1, 1, 2).requires_grad_()
+    locations = torch.stack((x, torch.full_like(x, 0.5)), -1).view(1, 7, 1, 1, 1, 2).repeat(1, 1, 1, 2, 1, 1)
+    locations.requires_grad_()
+    weights = torch.tensor([1.0, 0.0], device=device).view(2, 1).expand(1, 7, 1, 2, 1)
     with forced(backend):
-        output = deformable_attention(value, ((1, 4),), locations, torch.ones_like(locations[..., 0]))
+        output = deformable_attention(value, ((1, 4), (1, 1)), locations, weights)
         output.sum().backward()
     assert output.flatten().tolist() == [1, 3, 10, 30, 0, 0, 0]
-    assert (locations.grad[..., 0].flatten() / 4).tolist() == [2, 7, 20, -30, 1, 0, 0]
+    assert (locations.grad[:, :, 0, 0, 0, 0].flatten() / 4).tolist() == [2, 7, 20, -30, 1, 0, 0]
 
 
 @by
