@@ -183,6 +183,11 @@ def test_no_regions(monkeypatch) -> None:
         assert not any(grad.any() for grad in grads)
 
 
+def test_regions_beside_the_map_in_one_direction_pool_zeros() -> None:
+    x, rois = leaf(1, 2, 9, 12), torch.tensor([[0, 8, 100, 20, 140.0], [0, 100, 8, 140, 20.0]])
+    assert not any(result.any() for result in results((x,), lambda x: ops.roi_pool(x, rois, (3, 2), 0.25)))
+
+
 # --- boxes --------------------------------------------------------------------------------------------------------
 
 
