@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from attn_plugins.ops.common import counters
 from tests.ops.contract_examples import EXAMPLES
 
 
@@ -51,3 +53,8 @@ def test_counters_are_not_imported_and_may_be_imported_later():
         assert "attn_plugins::deform_conv2d" in sys.modules["fvcore.nn.flop_count"]._DEFAULT_SUPPORTED_OPS
     """
     subprocess.run([sys.executable, "-c", "\n".join(map(str.strip, script.splitlines()))], check=True)
+
+
+def test_a_counter_without_its_table_is_named(caplog):
+    counters._register(ModuleType("counter"), table="HANDLES", count=lambda *_: 0)
+    assert caplog.messages == ["counter has no HANDLES: it will not count this package's operators"]
