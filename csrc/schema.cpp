@@ -29,8 +29,7 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
       "int height, int slots) -> ()");
   // result = or += scale * left @ right for float or double (B, M, N, rows, columns), of any strides.
-  m.def(
-      "criss_cross_product_(Tensor(a!) result, Tensor left, Tensor right, bool add, float scale) -> ()");
+  m.def("criss_cross_product_(Tensor(a!) result, Tensor left, Tensor right, bool add, float scale) -> ()");
   // CPU kernels of attn_plugins::sequence_attention. Every tensor has an axis of slots after (B, M); its size
   // is 1 except for gradients that are sums over queries. The gradients of logits are accumulated into.
   m.def(

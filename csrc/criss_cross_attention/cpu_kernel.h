@@ -15,9 +15,7 @@ template <typename T>
 struct Scratch {
   Buffer<T> left, panel, product;
   explicit Scratch(const Problem<T>& p)
-      : left(p.packs_left() ? p.rows * p.depth : 0),
-        panel(p.depth * PANEL<T>),
-        product(p.rows * PANEL<T>) {}
+      : left(p.packs_left() ? p.rows * p.depth : 0), panel(p.depth * PANEL<T>), product(p.rows * PANEL<T>) {}
 };
 
 template <typename T>

@@ -202,8 +202,10 @@ ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, i
     using E = std::remove_reference_t<decltype(*to)>;
     if constexpr (std::is_same_v<E, T>) {
       if (channel == 1)
-        return copy_matrix(from + begin, int64_t(1), TILE, end - begin, width, T(1), to + begin * column, column);
-      if (column == 1) return copy_matrix(from + begin, TILE, int64_t(1), width, end - begin, T(1), to + begin, channel);
+        return copy_matrix(from + begin, int64_t(1), TILE, end - begin, width, T(1), to + begin * column,
+                           column);
+      if (column == 1)
+        return copy_matrix(from + begin, TILE, int64_t(1), width, end - begin, T(1), to + begin, channel);
     }
     for (int64_t x = begin; x < end; ++x)
       for (int64_t c = 0; c < width; ++c) to[x * column + c * channel] = E(from[c * TILE + x]);

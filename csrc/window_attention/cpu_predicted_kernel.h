@@ -132,8 +132,8 @@ ATTN_INLINE void copy_strided(const From* from, int64_t from_step, int64_t count
   store<T>(load<T>(from + count - lanes), to + count - lanes);
 }
 
-// Returns true if a query's logits can be read as they are: none is excluded, and they fill a vector. `row` and
-// `column` are the map coordinates of the window's first tap.
+// Returns true if a query's logits can be read as they are: none is excluded, and they fill a vector. `row`
+// and `column` are the map coordinates of the window's first tap.
 template <typename T>
 ATTN_INLINE bool readable(const Problem<T>& p, int64_t row, int64_t column) {
   const bool whole = row >= 0 && column >= 0 && row + p.kernel[0] <= p.Hk && column + p.kernel[1] <= p.Wk;
@@ -166,7 +166,8 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   const int64_t taps = p.taps(), columns = p.kernel[1], reach = TILE + columns - 1;
   const int64_t step = whole(taps), width = whole(p.dv);
   const bool contiguous = p.position_logits.stride[4] == 1;
-  Buffer<T> logits(contiguous ? 0 : TILE * step), room(step), weights(SPAN * step), values(p.kernel[0] * reach * width), mixed(SPAN * width);
+  Buffer<T> logits(contiguous ? 0 : TILE * step), room(step), weights(SPAN * step),
+      values(p.kernel[0] * reach * width), mixed(SPAN * width);
   const int64_t tiles = (p.Wq + TILE - 1) / TILE;
   for (int64_t task = begin; task < end; ++task) {
     const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
