@@ -45,9 +45,9 @@ unset TORCH_DEVICE_BACKEND_AUTOLOAD
 "$OTHER" -m attn_plugins doctor
 step "tests under torch $("$OTHER" -c 'import torch; print(torch.__version__)')"
 if [[ $BUILD == none ]]; then
-    "$OTHER" -m pytest -q --all-cases -m "not slow" -p no:cacheprovider -k "not ($NEWER_ONLY)" tests/ops tests/modules
+    "$OTHER" -m pytest -q -m "not slow" -p no:cacheprovider -k "not ($NEWER_ONLY)" tests/ops tests/modules
 else
-    "$OTHER" -m pytest -q --all-cases -m "not slow" -p no:cacheprovider tests/ops tests/fuzz tests/modules \
+    "$OTHER" -m pytest -q -m "not slow" -p no:cacheprovider tests/ops tests/fuzz tests/modules \
         tests/packaging/test_autoload.py
     step "compile with torch $ABI_TORCH"
     ATTN_PLUGINS_BUILD=cpu "$OTHER" setup.py -q build_ext --build-lib "$FOLDER/lib" --build-temp "$FOLDER/temp" \
