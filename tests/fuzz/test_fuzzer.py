@@ -45,8 +45,8 @@ def test_what_is_drawn(operator):
     assert {name for name, _ in filter(None, map(broken.draw, calls))} == set(calls[0].arguments)
 
 
-def wrong_number(true, result, *arguments):
-    true(result, *arguments)
+def wrong_number(true, multiply, result, *arguments):
+    true(multiply, result, *arguments)
     result[-1:, -1:, -1:, -1:, -1:] += 0.5
 
 

@@ -108,9 +108,6 @@ def work(job: Job) -> None:
     lines = read(record)
     done, crashed = {line["done"] for line in lines if "done" in line}, crashes(lines)
     rates = next((line["ceilings"] for line in lines if "ceilings" in line), None)
-    if rates is None and job.share is None:
-        rates = roofline.ceilings(job.device)
-        write(ceilings=rates)
     settings = Settings(**job.settings)
     spent: Counter[str] = Counter()
     over = False
@@ -125,6 +122,9 @@ def work(job: Job) -> None:
         if spent[part] > job.part_seconds:
             over = True
             continue
+        if rates is None and job.share is None and case.rows is None:
+            rates = roofline.ceilings(job.device)
+            write(ceilings=rates)
         begun = time.perf_counter()
         write(start=key)
         faulthandler.dump_traceback_later(job.row_seconds, exit=True)

@@ -23,7 +23,7 @@ def check_query_and_key(query: Tensor | None, key: Tensor | None, value: Tensor,
             raise ValueError("query and key must be given together, or both be None for no content term")
         return
     if query.dim() != value.dim():
-        raise ValueError(f"query must have shape {axes}, got {tuple(query.shape)}")
+        raise ValueError(f"query must have shape {axes}, as many axes as value, got {tuple(query.shape)}")
     if query.shape[:2] != value.shape[:2]:
         B, M = value.shape[:2]
         raise ValueError(f"query must have value's batch and heads ({B}, {M}), got shape {tuple(query.shape)}")

@@ -197,7 +197,8 @@ def test_gradients_of_saturated_rows(name, backend, dtype, keys, size, switch):
         terms, options = saturated.window_attention(keys, draw)
         return {name: t[:1, :1] for name, t in terms.items()}, options
 
-    saturated.check(saturated.window_attention, make, keys, size, dtype, backend, "cpu")
+    times = 6 if switch == "general kernels" else 3  # their mean of slopes is a running one
+    saturated.check(saturated.window_attention, make, keys, size, dtype, backend, "cpu", times)
 
 
 @by
