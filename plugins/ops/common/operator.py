@@ -274,6 +274,7 @@ class Operator:
 
     def _setup_context(self, ctx: Any, inputs: tuple, output: Any) -> None:
         terms, options = inputs[: self._count], inputs[self._count :]
+        ctx.set_materialize_grads(False)  # log-sum-exps and the like have none: zeros cost a launch each
         if not self._kept:
             return self._save(ctx, terms, options)
         results = list(output)
