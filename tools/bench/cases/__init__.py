@@ -12,7 +12,7 @@ NAMES = (
 )  # fmt: skip
 # Measured when named, and in part longer.
 MORE = (
-    "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "eager", "mm_models", "timm_models",
+    "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "layouts", "eager", "mm_models", "timm_models",
     "transformers_models",
 )  # fmt: skip
 MODELS = ("mm_models", "timm_models", "transformers_models")  # whose rows follow the models, which are slow to build
