@@ -29,6 +29,7 @@ from attn_plugins.timm import accelerate
 from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, rand, verdict
 from tests.mm.drop_in_helpers import STOCK, drop_in, restore, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import ROOT
+from tools.bench import compiled_mmcv
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
 M = 2
@@ -174,9 +175,14 @@ def printed() -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in rows if cells[0] in LAYERS}
 
 
+UNTRACED = ("`torch.export`", "`torch.compile`")
+
+
 @pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_cell(name, column):
+    if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
+        pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")
     assert verdict(LAYERS[name], COLUMNS[column]) == printed()[name][list(COLUMNS).index(column)]
 
 

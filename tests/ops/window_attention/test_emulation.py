@@ -60,7 +60,15 @@ SWITCHES = {
 }
 
 
-@pytest.fixture(params=SWITCHES)
+switches = pytest.mark.parametrize(
+    "dtype, switch",
+    [(dtype, name) for dtype in (SINGLE, HALF, BRAIN) for name in SWITCHES
+     if dtype != SINGLE or name != "no tensor cores"],  # float32 uses none
+    indirect=["switch"], ids=str,
+)  # fmt: skip
+
+
+@pytest.fixture
 def switch(request, monkeypatch) -> str:
     for name, value in SWITCHES[request.param].items():
         monkeypatch.setenv(name, value)
@@ -85,13 +93,11 @@ def by_definition(some: Example) -> dict[str, torch.Tensor]:
 
 
 @by
-@dtypes
+@switches
 @pytest.mark.parametrize("border", ["exclude", "zero"])
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_reference(name, backend, device, case, border, dtype, switch):
     """With NaN where nothing is written."""
-    if dtype == SINGLE and switch == "no tensor cores":
-        pytest.skip("float32 uses none")
     for terms in (BOTH, CONTENT, POSITION):
         some = drawn(terms, device, dtype, border=border, **CASES[case])
         with deterministic_mode():
@@ -185,13 +191,11 @@ def test_the_lowest_logits_are_not_masks(name, backend, device, dtype):
 
 
 @saturated.SIZES
-@dtypes
+@switches
 @pytest.mark.parametrize("name, backend", [(BOTH, EMULATED)])
 @pytest.mark.parametrize("keys", [1, 2, 8, 64])
 def test_gradients_of_saturated_rows(name, backend, dtype, keys, size, switch):
     """Their errors are those of the definition, as of other backends; of one head of one image."""
-    if dtype == SINGLE and switch == "no tensor cores":
-        pytest.skip("float32 uses none")
 
     def make(draw):
         terms, options = saturated.window_attention(keys, draw)
