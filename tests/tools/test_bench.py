@@ -237,6 +237,7 @@ def test_every_operator_and_module_has_a_row():
 # --- the command --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_benchmark_from_command_to_page(bench, tmp_path, capsys):
     """With our other backends and the roofline."""
     assert bench("calls", "--out", tmp_path, "--name", "small", "-k", "(window|criss).*forward", "--details") == 0
