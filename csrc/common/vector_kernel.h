@@ -88,9 +88,10 @@ ATTN_INLINE void transpose(typename Vector<T>::type (&rows)[Vector<T>::lanes]) {
 }
 
 // Copies rows x columns elements of any strides, times `scale`, to rows that are `stride` elements apart.
-template <typename T>
-ATTN_INLINE void copy_matrix(const T* from, int64_t row, int64_t column, int64_t rows, int64_t columns,
-                             T scale, T* to, int64_t stride) {
+// Both are of T or BFloat16.
+template <typename T, typename From, typename To>
+void copy_matrix(const From* from, int64_t row, int64_t column, int64_t rows, int64_t columns, T scale,
+                 To* to, int64_t stride) {
   constexpr int64_t lanes = Vector<T>::lanes;
   if (row == 1 && column != 1 && rows >= lanes && columns >= lanes) {
     for (int64_t across = 0; across < columns; across += lanes)
@@ -106,12 +107,12 @@ ATTN_INLINE void copy_matrix(const T* from, int64_t row, int64_t column, int64_t
     return;
   }
   for (int64_t r = 0; r < rows; ++r) {
-    T* __restrict line = to + r * stride;
-    const T* __restrict source = from + r * row;
+    To* line = to + r * stride;
+    const From* source = from + r * row;
     int64_t c = 0;
     if (column == 1)
       for (; c + lanes <= columns; c += lanes) store<T>(load<T>(source + c) * scale, line + c);
-    for (; c < columns; ++c) line[c] = source[c * column] * scale;
+    for (; c < columns; ++c) line[c] = To(source[c * column] * scale);
   }
 }
 

@@ -171,15 +171,17 @@ struct CpuKernels {
   static int64_t images_per_copy(const Geometry& g, int64_t) { return g.N; }
   static void add_plane_bias(const Tensor&, const Tensor&) {}
 
-  static Tensor channels_last(const Tensor& t) { return to_channels_last(t); }
+  static Tensor channels_last(const Tensor& t) {
+    if (!t.is_contiguous()) return to_channels_last(t);
+    const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
+    const Tensor copy = empty_like_options(t, {N, H, W, C});
+    transpose_into(copy, view_of(t, {N, C, H * W}, {C * H * W, H * W, 1}));
+    return copy;
+  }
 
   static void channels_first(const Tensor& t, const Tensor& out) {
-    const int64_t images = t.size(0), pixels = t.size(1) * t.size(2), channels = t.size(3);
-    for_element(t, [&](auto from) {
-      for_element(out, [&](auto to) {
-        transpose_images(data<decltype(to)>(out), data<decltype(from)>(t), images, pixels, channels);
-      });
-    });
+    const int64_t N = t.size(0), pixels = t.size(1) * t.size(2), C = t.size(3);
+    transpose_into(out, view_of(t, {N, pixels, C}, {pixels * C, C, 1}));
   }
 
   static void add_bias(const Tensor& rows, const Tensor& bias) {

@@ -79,26 +79,15 @@ void mixes(const T* const* weights, int64_t weight_shift, const T* const* source
 template <typename E, typename T>
 ATTN_INLINE void pack_row(const E* from, int64_t column_stride, int64_t channel_stride, int64_t count,
                           int64_t width, int64_t phases, int64_t first, int64_t line, T* to) {
-  if constexpr (std::is_same_v<E, T>) {
-    if (phases == 1)
-      return copy_matrix(from, channel_stride, column_stride, width, count, T(1), to + first, line);
-  }
+  if (phases == 1)
+    return copy_matrix(from, channel_stride, column_stride, width, count, T(1), to + first, line);
   constexpr int64_t tile = 16;  // both sides of a transposition stay in the L1 cache
-  for (int64_t x0 = 0; x0 < count; x0 += tile) {
-    const int64_t end = std::min(count, x0 + tile);
-    for (int64_t c = 0; c < width; ++c) {
-      const E* source = from + c * channel_stride;
-      if (phases == 1) {
-        T* row = to + c * line + first;
-        for (int64_t x = x0; x < end; ++x) row[x] = T(source[x * column_stride]);
-      } else {
-        for (int64_t x = x0; x < end; ++x) {
-          const int64_t column = x + first;
-          to[(column % phases * width + c) * line + column / phases] = T(source[x * column_stride]);
-        }
+  for (int64_t x0 = 0; x0 < count; x0 += tile)
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t x = x0; x < std::min(count, x0 + tile); ++x) {
+        const int64_t at = x + first;
+        to[(at % phases * width + c) * line + at / phases] = T(from[c * channel_stride + x * column_stride]);
       }
-    }
-  }
 }
 
 template <typename T>
@@ -165,10 +154,7 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   if (p.position_logits.data) {
     const int64_t column = p.position_logits.stride[3], tap = p.position_logits.stride[4];
     with_elements(p.position_logits, b, m, y, x0, [&](const auto* from) {
-      if constexpr (std::is_same_v<decltype(from), const T*>)
-        return copy_matrix(from, tap, column, taps, count, T(1), weights, step);
-      for (int64_t x = 0; x < count; ++x)
-        for (int64_t t = 0; t < taps; ++t) weights[t * step + x] = T(from[x * column + t * tap]);
+      copy_matrix(from, tap, column, taps, count, T(1), weights, step);
     });
   }
   if (p.query) {
@@ -199,14 +185,12 @@ ATTN_INLINE void scatter(const View<T>& view, int64_t b, int64_t m, int64_t y, i
                          int64_t begin, int64_t end, int64_t width, const T* from) {
   const int64_t column = view.stride[3] * step, channel = view.stride[4];
   with_elements(view, b, m, y, first, [&](auto* to) {
+    if (channel == 1)
+      return copy_matrix(from + begin, int64_t(1), TILE, end - begin, width, T(1), to + begin * column,
+                         column);
+    if (column == 1)
+      return copy_matrix(from + begin, TILE, int64_t(1), width, end - begin, T(1), to + begin, channel);
     using E = std::remove_reference_t<decltype(*to)>;
-    if constexpr (std::is_same_v<E, T>) {
-      if (channel == 1)
-        return copy_matrix(from + begin, int64_t(1), TILE, end - begin, width, T(1), to + begin * column,
-                           column);
-      if (column == 1)
-        return copy_matrix(from + begin, TILE, int64_t(1), width, end - begin, T(1), to + begin, channel);
-    }
     for (int64_t x = begin; x < end; ++x)
       for (int64_t c = 0; c < width; ++c) to[x * column + c * channel] = E(from[c * TILE + x]);
   });

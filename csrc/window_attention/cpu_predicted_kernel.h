@@ -182,12 +182,8 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       std::fill(row, row + from * width, T(0));
       if (from < to)
         with_elements(p.value_view, b, m, top + i, left + from, [&](const auto* value) {
-          if constexpr (std::is_same_v<decltype(value), const T*>)
-            return copy_matrix(value, p.value_view.stride[3], p.value_view.stride[4], to - from, p.dv, T(1),
-                               row + from * width, width);
-          for (int64_t j = from; j < to; ++j)
-            copy_strided<T>(value + (j - from) * p.value_view.stride[3], p.value_view.stride[4], p.dv,
-                            row + j * width);
+          copy_matrix(value, p.value_view.stride[3], p.value_view.stride[4], to - from, p.dv, T(1),
+                      row + from * width, width);
         });
       std::fill(row + to * width, row + reach * width, T(0));
     }
@@ -199,10 +195,7 @@ void predicted_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
           for (int64_t t = 0; t < taps; ++t)
             for (int64_t x = 0; x < count; x += 64 / sizeof(*from))
               __builtin_prefetch(from + p.position_logits.stride[2] + x * column + t * tap);
-        if constexpr (std::is_same_v<decltype(from), const T*>)
-          return copy_matrix(from, column, tap, count, taps, T(1), logits.data(), step);
-        for (int64_t x = 0; x < count; ++x)
-          for (int64_t t = 0; t < taps; ++t) logits[x * step + t] = T(from[x * column + t * tap]);
+        copy_matrix(from, column, tap, count, taps, T(1), logits.data(), step);
       });
     for (int64_t x = 0; x < count; x += SPAN) {
       const int64_t queries = std::min(SPAN, count - x);
