@@ -97,6 +97,10 @@ void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
     const int64_t m = task % p.M, y = task / p.M % p.rows, b = task / p.M / p.rows;
     T* to = p.to + ((b * p.M + m) * p.rows + y) * p.phases * p.width * p.line;
     with_elements(p.view, b, m, y, 0, [&](const auto* from) {
+      if (p.view.stride[4] == 1 && m + 1 < p.M)  // the hardware does not follow a stride of pixels
+        for (int64_t x = 0; x < p.columns; ++x)
+          for (int64_t c = 0; c < p.width; c += 64 / sizeof(*from))
+            __builtin_prefetch(from + p.view.stride[1] + x * p.view.stride[3] + c);
       pack_row(from, p.view.stride[3], p.view.stride[4], p.columns, p.width, p.phases, p.first, p.line, to);
     });
   }

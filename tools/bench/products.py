@@ -30,6 +30,7 @@ LAYERS = {
     "1 million": (100, 100, 100),
     "0.26 million": (64, 64, 64),
 }
+LINEAR = "`a @ b.T`"
 SECONDS = 1.5  # of each row
 
 
@@ -38,9 +39,9 @@ INTRODUCTION = """# Float32 products on CPUs: MKL and oneDNN
 `python -m tools.bench.products`, {date}, {processor}, {threads} threads, torch {torch}.
 
 GFLOP/s of the fastest call, in brackets the quartiles of all; calls alternate. `a @ b.T` is a linear layer, `a @ b` the
-gradient of its input, `a.T @ b` of its weight. Errors are the largest beside float64, over the largest result, MKL's in
-brackets. `ops.use_onednn` takes oneDNN from {work:,} multiplications on; `a.T @ b` also needs {wide}
-rows or columns.
+gradient of its input, `a.T @ b` of its weight; packed is a linear layer whose weight oneDNN has packed before. Errors
+are the largest beside float64, over the largest result, MKL's in brackets. `ops.use_onednn` takes oneDNN from
+{work:,} multiplications on; `a.T @ b` also needs {wide} rows or columns.
 """
 
 
@@ -56,11 +57,11 @@ def main() -> None:
             wide=onednn.WIDE,
         )
     )
-    print("| product | (rows, width, columns) | form | MKL | oneDNN | ratio | error |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| product | (rows, width, columns) | form | MKL | oneDNN | ratio | packed | error |")
+    print("| --- " * 8 + "|")
     for name, (M, K, N) in LAYERS.items():
         for form, a, b in (
-            ("`a @ b.T`", torch.randn(M, K), torch.randn(N, K).t()),
+            (LINEAR, torch.randn(M, K), torch.randn(N, K).t()),
             ("`a @ b`", torch.randn(M, N), torch.randn(N, K)),
             ("`a.T @ b`", torch.randn(M, N).t(), torch.randn(M, K)),
         ):
@@ -71,9 +72,12 @@ def row(name: str, sizes: tuple[int, int, int], form: str, a: Tensor, b: Tensor)
     """Measure one product and return its line of the table."""
     rows, width, columns = sizes
     calls: list[Callable[[], Tensor]] = [lambda: torch.ops.aten.mm(a, b), lambda: onednn._product(a, b, None)]
+    if form == LINEAR:
+        weight = torch.ops.mkldnn._reorder_linear_weight(b.t(), rows)
+        calls.append(lambda: onednn._linear(a, weight))
     exact = a.double() @ b.double()
     errors = [float((call() - exact).abs().max() / exact.abs().max()) for call in calls]
-    times: list[list[float]] = [[], []]
+    times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + SECONDS
     while time.perf_counter() < end or len(times[0]) < 5:
         for call, seconds in zip(calls, times):
@@ -81,9 +85,11 @@ def row(name: str, sizes: tuple[int, int, int], form: str, a: Tensor, b: Tensor)
             call()
             seconds.append(time.perf_counter() - start)
     work = 2e-9 * rows * width * columns
-    mkl, other = (f"{work / min(t):.0f} ({work / q[2]:.0f}–{work / q[0]:.0f})" for t in times for q in [quantiles(t)])
+    speeds = [f"{work / min(t):.0f} ({work / q[2]:.0f}–{work / q[0]:.0f})" for t in times for q in [quantiles(t)]]
+    mkl, other, *packed = speeds
     ratio = min(times[0]) / min(times[1])
-    return f"| {name} | {sizes} | {form} | {mkl} | {other} | {ratio:.2f}× | {errors[1]:.0e} ({errors[0]:.0e}) |"
+    error = f"{errors[1]:.0e} ({errors[0]:.0e})"
+    return f"| {name} | {sizes} | {form} | {mkl} | {other} | {ratio:.2f}× | {''.join(packed)} | {error} |"
 
 
 def processor() -> str:

@@ -10,10 +10,8 @@ from torch import Tensor
 
 from ..common import library
 from ..common.backends import Backend, Gradients
-from ..common.transposition import channels_innermost
 from .operands import Options, Terms
 
-_WIDE = 7  # from this width on, the kernel for logits alone reads a value as often as windows have rows
 _REACH = 1 << 14  # keys that the windows of a row may cover beyond eight times its length
 
 
@@ -47,8 +45,6 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     stored = _stored(terms.value, lse.dtype)
     target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
-    if terms.query is None and options.kernel_size[1] >= _WIDE and terms.value.stride(-1) != 1:
-        terms = terms._replace(value=channels_innermost(terms.value))
     torch.ops.attn_plugins.window_attention_forward_(
         *_operands(terms, stored), target, lse, options.numbers(), options.border, options.scale
     )

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.ops import use_onednn
-
 from ..case import Case, problem, tensors
 from .deformable_attention import DETR
 from .end_to_end import LEARNING_RATE
-from .whole import Steps, rows
+from .whole import Steps, choosing, rows
 
 Size = tuple[int, int]
 PEER = "transformers"
@@ -86,16 +84,11 @@ def build(title: str, size: Size) -> nn.Module:
 
 def steps(model: nn.Module, size: Size, ours: bool, device: str) -> Steps:
     """Return a model's steps for one picture, and six words where it takes text."""
-    model.to(device)
+    choosing(model.to(device), ours)
     generator = torch.Generator().manual_seed(0)
     given = dict(pixel_values=torch.randn(1, 3, *size, generator=generator).to(device))
     if "text_config" in vars(model.config):
         given["input_ids"] = torch.arange(1000, 1000 + WORDS, device=device)[None]
-
-    def choose_products(*_: object) -> None:
-        use_onednn(ours)
-
-    model.register_forward_pre_hook(choose_products)
 
     def loss() -> Tensor:
         outputs = [t for t in tensors(dict(model(**given))) if t.requires_grad]

@@ -10,12 +10,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.ops import global_attention, sequence_attention, use_onednn
+from attn_plugins.ops import global_attention, sequence_attention
 from attn_plugins.terms.decomposed import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
 from attn_plugins.terms.window import shifted_window_segments
 
 from ..case import Case, Maker, normal, problem
+from .whole import choosing
 
 BATCH, MAP, HEADS, WIDTH, WINDOW = 4, 56, 3, 32, 7  # Swin-T's first stage at 224x224
 TOKENS, WINDOWS = WINDOW**2, MAP // WINDOW
@@ -23,6 +24,12 @@ WINDOW_GOALS = {False: (1.4, 1.2), True: (1.5, 2.0)}
 SAM_GOALS = (4.0, 2.5)
 FASTER = (1.0, 1.0)
 SWIN = "swin_tiny_patch4_window7_224"
+# Models of ours or with ``accelerate``, timm's, side of the pictures, batch, arithmetic
+NETWORKS = (
+    ("swinv2_tiny_window8_256", "swinv2_tiny_window8_256", 256, 2, ("float32", "autocast to bfloat16")),
+    ("samvit_base_patch16_224", "samvit_base_patch16_224", 224, 1, ("float32",)),
+    ("attn_vit_small_patch16_224", "vit_small_patch16_224", 224, 2, ("float32",)),
+)
 
 
 # --- windows ------------------------------------------------------------------------------------------------------
@@ -122,19 +129,26 @@ def built(ours: bool, fused: bool = True, layer: str | None = None, name: str = 
 
 
 def stage(ours: bool, fused: bool = True, block: int | None = None) -> nn.Module:
-    """Build Swin-T, or the attention of a block with projections and window partitioning.
-
-    Products of ours are by oneDNN where ``accelerate`` would choose it, those of timm's by PyTorch's default.
-    """
+    """Build Swin-T, or the attention of a block with projections and window partitioning."""
     model = built(ours, fused, None if block is None else f"layers.0.blocks.{block}")
     if block is not None:
         model.forward = model._attn
+    return choosing(model, ours)
 
-    def choose_products(*_: object) -> None:
-        use_onednn(ours)
 
-    model.register_forward_pre_hook(choose_products)
-    return model
+def networks() -> list[Case]:
+    """Return rows of further whole models, with timm's own products and with both by oneDNN."""
+    rows = []
+    for name, stock, size, batch, kinds in NETWORKS:
+        for both in (False, True):
+            title = f"{name}{'' if name == stock else f' beside {stock}'}, {size}x{size}, batch {batch}"
+            rows += problem(
+                f"{title}, both by oneDNN" if both else title, "cpu", normal((batch, 3, size, size)),
+                lambda name=name, stock=stock: choosing(built(name == stock, name=name), True),
+                {"timm, SDPA": lambda stock=stock, both=both: choosing(built(False, name=stock), both)},
+                kinds=kinds, goals=(None, None) if both else FASTER,
+            )  # fmt: skip
+    return rows
 
 
 def cases(device: str) -> list[Case]:
@@ -173,4 +187,4 @@ def cases(device: str) -> list[Case]:
             },
             goals=FASTER, main=block is None,
         )  # fmt: skip
-    return rows
+    return rows + (networks() if cpu else [])

@@ -10,6 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from attn_plugins.ops import use_onednn
+
 from ..case import KINDS, Case, Run
 
 ON_CPU, ON_CUDA = ("float32",), ("TF32", "autocast to float16", "autocast to bfloat16", "float32")
@@ -25,6 +27,16 @@ class Steps:
     loss: Callable[[], Tensor]
     predict: Callable[[], object]
     layers: Callable[[], AbstractContextManager[object]] = nullcontext  # in which the model's layers are those named
+
+
+def choosing(model: nn.Module, onednn: bool) -> nn.Module:
+    """Return ``model``, whose calls let oneDNN compute products as ``accelerate`` does, or leave PyTorch's."""
+
+    def choose_products(*_: object) -> None:
+        use_onednn(onednn)
+
+    model.register_forward_pre_hook(choose_products)
+    return model
 
 
 def step(steps: Steps, kind: str, training: bool, device: str) -> Run:
