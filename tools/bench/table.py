@@ -46,7 +46,6 @@ STEPS = ("prediction", "training step")
 OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
 MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
 SHORT = tuple(entry for title in _TABLES["short"] for entry in (*OPERATORS, *MODELS) if entry.title == title)
-GPU_SHORT = _TABLES["gpu_short"]
 GPU, EARLIER_GPU, GPU_EAGER = "gpu-h200", "gpu-h100", "gpu-eager"
 COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
@@ -104,16 +103,15 @@ def some(rows: Rows, entries: Sequence[Entry], title: str, passes: Sequence[str]
     return [*rows_table(rows, entries, title, passes), *reading(rows, entries), *unmeasured(rows)]
 
 
-def gpu(rows: Rows, file: str = GPU, names: Mapping[str, str] | None = None) -> list[str]:
-    """Return a GPU's rows and their legend: those of ``names``, by title, or all."""
+def gpu(rows: Rows, file: str = GPU) -> list[str]:
+    """Return a GPU's rows and their legend."""
     data = rows[file]
     if data is None:
         return unmeasured(rows)
     machine, measured = data["machine"], (row for row in data["rows"] if "error" not in row)
-    every = dict.fromkeys(f"{row['room']}: {row['case']}".rsplit(", ", 1)[0] for row in measured)
-    titled = names or {name: name for name in every}
+    names = dict.fromkeys(f"{row['room']}: {row['case']}".rsplit(", ", 1)[0] for row in measured)
     return [
-        *rows_table(rows, [Entry(title, file, name) for title, name in titled.items()], "operator or module"),
+        *rows_table(rows, [Entry(name, file, name) for name in names], "operator or module"),
         f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
         *READING,
@@ -154,7 +152,6 @@ TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "gpu": gpu,
     "gpu_earlier": lambda rows: gpu(rows, EARLIER_GPU),
     "gpu_eager": gpu_eager,
-    "gpu_short": lambda rows: gpu(rows, names=GPU_SHORT),
 }
 
 
