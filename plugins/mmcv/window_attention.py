@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ..autoload import after_import
 from ..modules.common.untouched import untouched
+from ..modules.tokens.window_speed import stock_is_faster
 from ..modules.tokens.windows import TableAttention, in_windows, needs_weights
 from ..terms.position_table import table_logits
 
@@ -29,7 +30,7 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
 
     Args:
         stock: The toolkit's ``forward``, used for dropout of weights, and if the inner layer is another one, or it or a
-            part of it has hooks or its own ``forward``.
+            part of it has hooks or its own ``forward``; and on CUDA where it was measured to be faster.
         inner: The toolkit's ``WindowMSA``.
     """
 
@@ -37,6 +38,8 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
         """Attend within windows; tokens are (B, H * W, C) with ``hw_shape`` (H, W)."""
         attn: Any = self.w_msa
         if needs_weights(attn, inner) or not all(untouched(part, type(part)) for part in attn.children()):
+            return stock(self, query, hw_shape)
+        if stock_is_faster("Swin", query, attn):
             return stock(self, query, hw_shape)
         B, L, C = query.shape
         H, W = hw_shape

@@ -19,6 +19,7 @@ from timm.layers import register_notrace_module
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2, vision_transformer_sam
 from torch import Tensor, nn
 
+from ..modules.tokens.window_speed import stock_is_faster
 from ..modules.tokens.windows import Fill, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
 from ..ops import global_attention, sequence_attention, use_onednn
 from ..ops.common.axes import unflatten
@@ -34,7 +35,8 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     rounding, in training and evaluation, except that masks of shifted windows are -inf instead of -100. timm's own code
     runs where others take part in what is replaced: dropout of weights, also in evaluation; hooks of any kind on a
     window attention, its ``softmax`` or ``attn_drop``, or on all modules; and replacements of these modules or of their
-    ``forward``.
+    ``forward``. So it does in eager calls of Swin and Swin V2 on CUDA where it was measured to be faster
+    (``modules.tokens.window_speed``), unless ``ATTN_PLUGINS_STOCK_IF_FASTER=0`` is in the environment.
     ``torch.compile(fullgraph=True, dynamic=True)`` supports Swin with symbolic sizes, and recompiles for another image
     size as it does for timm's layers.
 
@@ -73,9 +75,9 @@ class AcceleratedSwinBlock(swin_transformer.SwinTransformerBlock):
     """Swin block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
-        if needs_weights(self.attn, swin_transformer.WindowAttention):
-            return super()._attn(x)
         attn = self.attn
+        if needs_weights(attn, swin_transformer.WindowAttention) or stock_is_faster("Swin", x, attn):
+            return super()._attn(x)
         logits = table_logits(attn.relative_position_bias_table, attn.window_size)
         return _attend_windows(self, x, attn.qkv, TableAttention(logits, attn.scale))
 
@@ -84,9 +86,9 @@ class AcceleratedSwinV2Block(swin_transformer_v2.SwinTransformerV2Block):
     """Swin V2 block of timm whose window attention uses this package's operator."""
 
     def _attn(self, x: Tensor) -> Tensor:
-        if needs_weights(self.attn, swin_transformer_v2.WindowAttention):
-            return super()._attn(x)
         attn = self.attn
+        if needs_weights(attn, swin_transformer_v2.WindowAttention) or stock_is_faster("Swin V2", x, attn):
+            return super()._attn(x)
         pretrained = attn.pretrained_window_size if attn.pretrained_window_size[0] > 0 else None
         logits = predicted_logits(attn.cpb_mlp, attn.window_size, pretrained, x)
         attend = TableAttention(logits, logit_scale=attn.logit_scale)

@@ -61,6 +61,14 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
+def tf32_is_allowed() -> bool:
+    """Return whether CUDA may compute products of float32 by TF32, torch's own switch."""
+    switches = torch.backends.cuda.matmul
+    if hasattr(switches, "fp32_precision"):  # torch 2.9; allow_tf32 cannot be read after this has been set
+        return switches.fp32_precision == "tf32"
+    return switches.allow_tf32
+
+
 def in_dtype(
     dtype: torch.dtype, terms: Sequence[Tensor | None], cast: Sequence[bool] | None = None
 ) -> list[Tensor | None]:

@@ -27,6 +27,7 @@ from packaging.version import Version
 from torch import Tensor
 
 from . import backends, plans
+from .arguments import tf32_is_allowed
 
 NAME = "triton"
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
@@ -152,7 +153,7 @@ def state(tensor: Tensor) -> tuple[Any, ...] | None:
     forced = backends.forced()
     if not (tensor.is_cuda or forced == NAME) or recording():
         return None
-    exact = tensor.dtype != torch.float32 or not _tf32_is_allowed()
+    exact = tensor.dtype != torch.float32 or not tf32_is_allowed()
     return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
 
 
@@ -203,14 +204,7 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
-    return "tf32" if _tf32_is_allowed() else "tf32x3"
-
-
-def _tf32_is_allowed() -> bool:
-    switches = torch.backends.cuda.matmul
-    if hasattr(switches, "fp32_precision"):  # torch 2.9; allow_tf32 cannot be read after this has been set
-        return switches.fp32_precision == "tf32"
-    return switches.allow_tf32
+    return "tf32" if tf32_is_allowed() else "tf32x3"
 
 
 def upcast(dtype: torch.dtype) -> bool:
