@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,29 @@ def test_a_trained_checkpoint_brings_its_own_arguments_and_size(trained, photogr
     assert printed[0] == "input: 16×24 pixels, at which the checkpoint was trained"
     assert printed[-1] == "work_dirs/attention/aa_wide_resnet28_10-run-best/cat/attention.html"
     assert models.load_timm("aa_wide_resnet28_10", trained, {}).num_classes == 3
+
+
+def test_so_does_a_checkpoint_of_timms_train_py(photograph, tmp_path, monkeypatch, capsys):
+    """Saved by timm's own class; its options are those of train.py's parser that describe the model."""
+    monkeypatch.chdir(tmp_path)
+    options = dict(depth=10, width=5, img_size=24)
+    model = timm.create_model("aa_wide_resnet28_10", num_classes=3, **options)
+    args = Namespace(model="aa_wide_resnet28_10", num_classes=3, gp=None, img_size=24, input_size=None, lr=0.1)
+    args.model_kwargs = options
+    (tmp_path / "run").mkdir()
+    optimizer = torch.optim.SGD(model.parameters(), args.lr)
+    timm.utils.CheckpointSaver(model, optimizer, args, checkpoint_dir="run").save_checkpoint(0, metric=50.0)
+    assert run(args.model, photograph, "--checkpoint", "run/model_best.pth.tar") == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "input: 24×24 pixels, at which the checkpoint was trained"
+    assert printed[-1] == "work_dirs/attention/aa_wide_resnet28_10-run-model_best/cat/attention.html"
+    loaded = models.load_timm(args.model, Path("run/model_best.pth.tar"), {})
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
+    args.input_size = (3, 16, 32)
+    torch.save(dict(arch=args.model, args=args, state_dict={}), "wide.pth.tar")
+    assert models.training_of(Path("wide.pth.tar")).size == (16, 32)
+    assert run("aa_resnet34", photograph, "--checkpoint", "run/model_best.pth.tar") == 2
+    assert "holds those of aa_wide_resnet28_10" in capsys.readouterr().err
 
 
 OURS = ["aa_resnet34", "IMAGE"]

@@ -50,7 +50,7 @@ OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
     ("model", "timm's name, or a config of mmdet or mmseg", dict(metavar="MODEL")),
     ("image", "a picture; not needed with --list", dict(metavar="IMAGE", type=Path, nargs="?")),
     ("--checkpoint", "weights; without them the maps of a timm model show noise", dict(type=Path, metavar="FILE")),
-    ("--model-args", "argument of a timm model; a checkpoint of tools.train brings its own; may be repeated",
+    ("--model-args", "argument of a timm model; checkpoints of train.py and tools.train bring theirs; may be repeated",
      dict(**MANY, metavar="KEY=VALUE")),
     ("--layers", "names, with * and ?; default: the last attention layer of every stage; may be repeated",
      dict(**MANY, metavar="PATTERN")),
@@ -157,7 +157,8 @@ def folder_of(model: str, checkpoint: Path | None, image: Path) -> Path:
     """Return the folder for the files of a model and a picture."""
     name = Path(model.rpartition("::")[2]).stem if is_mm(model) else model.replace("/", "_")
     if checkpoint is not None:
-        name = "-".join(filter(None, (name, checkpoint.resolve().parent.name, checkpoint.stem)))
+        stem = Path(checkpoint.name.removesuffix(".tar")).stem
+        name = "-".join(filter(None, (name, checkpoint.resolve().parent.name, stem)))
     return ROOT / name / image.stem
 
 

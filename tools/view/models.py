@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +70,48 @@ def refusing(words: str, kinds: Any = Exception) -> Iterator[None]:
         raise ViewError(f"{words}: {shown}") from error
 
 
+@dataclass
+class Training:
+    """What a checkpoint stores: the name of a timm model, the model's arguments, and (H, W) of the pictures."""
+
+    model: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    size: tuple[int, int] | None = None
+
+
+def training_of(checkpoint: Path | None) -> Training:
+    """Return what a checkpoint of ``tools.train`` or of timm's ``train.py`` stores; other files store nothing."""
+    from tools.train.checkpoint import model_options, read_weights, trained_size
+
+    if checkpoint is None:
+        return Training()
+    if checkpoint.suffix == ".safetensors":
+        name = read_weights(checkpoint, "--checkpoint")[1].get("model")
+        return Training(name, model_options(checkpoint), trained_size(checkpoint))
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
+        name, given = content["arch"], vars(content["args"])
+    except Exception:  # weights of another kind, or none: timm's load_checkpoint reads them or says why it cannot
+        return Training()
+    options = dict(num_classes=given["num_classes"], global_pool=given.get("gp"), **given.get("model_kwargs") or {})
+    sides = (given.get("input_size") or [0, given.get("img_size"), given.get("img_size")])[-2:]
+    size = None if sides[0] is None else (sides[0], sides[1])
+    return Training(name, {key: value for key, value in options.items() if value is not None}, size)
+
+
 def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
-    """Load a model of timm in evaluation mode; a checkpoint of ``tools.train`` brings its own options."""
+    """Load a model of timm in evaluation mode; :func:`training_of` a checkpoint brings its own options."""
     need("timm", "safetensors")
     import timm
     from timm.models import load_checkpoint
 
-    from tools.train.checkpoint import model_options, read_weights
-
     if (wrong := check_model_name(name)) is not None:
         raise ViewError(f"MODEL must be a model of timm or a config file (*.py) of mmdet or mmseg, got {wrong}")
-    if checkpoint is not None and checkpoint.suffix == ".safetensors":
-        named = read_weights(checkpoint, "--checkpoint")[1].get("model", name)
-        if named.partition(".")[0] != name.partition(".")[0]:
-            raise ViewError(f"--checkpoint must be weights of {name}, but {checkpoint} holds those of {named}")
-        options = {**model_options(checkpoint), **options}
+    training = training_of(checkpoint)
+    if training.model is not None and training.model.partition(".")[0] != name.partition(".")[0]:
+        raise ViewError(f"--checkpoint must be weights of {name}, but {checkpoint} holds those of {training.model}")
+    options = {**training.options, **options}
     with refusing(f"MODEL {name} with {options}", (TypeError, ValueError, RuntimeError)):
         model = timm.create_model(name, **options).eval()
     if checkpoint is not None:
@@ -116,12 +144,9 @@ def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | 
     """Return (H, W) of a timm model's input, and the reason: given, that of the checkpoint's training, or its own."""
     from timm.data import resolve_model_data_config
 
-    from tools.train.checkpoint import trained_size
-
     if given is not None:
         return (given[0], given[1]), "as given"
-    trained = trained_size(checkpoint) if checkpoint is not None and checkpoint.suffix == ".safetensors" else None
-    if trained is not None:
+    if (trained := training_of(checkpoint).size) is not None:
         return trained, "at which the checkpoint was trained"
     built = getattr(getattr(model, "patch_embed", None), "img_size", None)
     return tuple(built or resolve_model_data_config(model)["input_size"][1:]), "the model's own"
