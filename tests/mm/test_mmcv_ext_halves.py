@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mmcv import ops
+from mmdet.models.dense_heads import MaskFormerHead
 from mmdet.registry import MODELS
 from mmdet.utils import register_all_modules
 from mmengine.structures import InstanceData
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from attn_plugins.mmcv_ext import OPERATORS
-from tests.mm.mm_helpers import upstream
+from tests.mm.mm_helpers import ROOT, upstream
 from tests.mm.mmcv_ext_helpers import extension
 from tests.mm.test_mmcv_ext import CASES, carafe, leaf, random_boxes
 
@@ -116,16 +118,17 @@ def test_every_function_takes_halves(dtype: torch.dtype) -> None:
     assert called == OPERATORS.keys() - left_out - {"carafe_naive_backward"}
 
 
-def test_losses_of_mask2former_in_float16_are_those_of_float32_outside_autocast() -> None:
+def test_the_pages_code_computes_mask2formers_losses_of_float16_in_float32(monkeypatch) -> None:
     """mmdet counts masks times 12,544 points in the scores' dtype: from 6 masks on, that is infinite in float16."""
     register_all_modules(init_default_scope=False)
     model = upstream("mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco").model
     head = MODELS.build(dict(model.panoptic_head, _scope_="mmdet", train_cfg=model.train_cfg, test_cfg=model.test_cfg))
+    monkeypatch.setattr(MaskFormerHead, "loss_by_feat", MaskFormerHead.loss_by_feat)  # to restore it
     stock = head.loss_by_feat
-
-    def in_float32(scores: list[Tensor], masks: list[Tensor], *rest: Any) -> dict[str, Tensor]:
-        with torch.autocast(masks[0].device.type, enabled=False):
-            return stock([s.float() for s in scores], [m.float() for m in masks], *rest)
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "docs/howto/troubleshooting.md").read_text(), re.S)
+    exec(code, {})
+    in_float32 = head.loss_by_feat
+    assert in_float32 != stock
 
     labels = [InstanceData(labels=torch.arange(4), masks=torch.rand(4, 32, 32).gt(0.5).long()) for _ in range(2)]
     outputs = [torch.randn(2, 100, 81).half()], [4 * torch.randn(2, 100, 32, 32).half()]

@@ -1,8 +1,11 @@
-"""The configs of the page on your own data: toolkits build their models and data sets."""
+"""The configs of the pages on mmdet and on your own data: toolkits build their models and data sets."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+from ast import literal_eval
 from typing import Any
 
 import numpy as np
@@ -57,3 +60,36 @@ def test_a_segmentor(config, tmp_path):
     model = MODELS.build(config.model)
     assert isinstance(model.decode_head.attention, modules.BilateralCrissCross2d)
     assert model.decode_head.num_classes == model.auxiliary_head.num_classes == 2
+
+
+BUILD = """
+import sys
+from collections import Counter
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from tests.mm.mm_helpers import without_downloads
+
+init_default_scope("mmdet")
+for file in sys.argv[1:]:
+    with torch.device("meta"):
+        model = MODELS.build(without_downloads(Config.fromfile(file)).model)
+    names = (type(m).__name__ for m in model.modules() if type(m).__module__.startswith("attn_plugins."))
+    print(sorted(Counter(names).items()))
+"""
+
+
+def test_the_blocks_of_the_mmdet_page(tmp_path):
+    """In a process of their own, since the second one replaces mmcv's layers."""
+    page, files = (ROOT / "docs/start/mmdet.md").read_text(), []
+    for number, text in enumerate(re.findall(r"```python\n(.*?)```", page, re.S)):
+        files.append(tmp_path / f"{number}.py")
+        files[-1].write_text(text)
+    command = [sys.executable, "-c", BUILD, *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    recommended, drop_in, attended = [dict(literal_eval(line)) for line in done.stdout.splitlines() if line[0] == "["]
+    assert recommended.items() >= dict(DeformableConv2d=9, GeneralizedAttention2d=9).items()
+    assert drop_in == dict(DCN=13, GeneralizedAttention=9)
+    assert attended == dict(TokenAttention=6)
