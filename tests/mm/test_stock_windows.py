@@ -1,4 +1,4 @@
-"""The drop-in leaves the ``forward`` of mmdet's and mmseg's Swin where it was measured to be faster."""
+"""The drop-in keeps the ``forward`` of mmdet's and mmseg's Swin where it was measured to be faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``accelerate`` leaves timm's own window attention where it was measured to be faster."""
+"""``accelerate`` keeps timm's own window attention where it was measured to be faster."""
 
 from __future__ import annotations
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+from dataclasses import replace
 
 import pytest
 import torch
 
+from attn_plugins.modules.tokens.window_speed import SWITCH
 from tests.tools.test_bench import Clock
 from tools.bench import cases, report, results, table, timing, worker
 from tools.bench.case import Case
-from tools.bench.cases import timm_models
+from tools.bench.cases import timm_models, whole
+from tools.bench.cases.whole import ALONE
 from tools.bench.measure import measure
 from tools.bench.timing import Contestant, Settings, race
 
@@ -81,9 +85,27 @@ def test_models_of_timm_run(one_thread, number):
     assert 0 < ours < float("inf")
 
 
+def test_the_choice_and_our_operators_are_both_measured_on_a_gpu(one_thread, monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+    rows = timm_models.cases("cuda")
+    both = {row.name for row in rows if ALONE in row.peers}
+    sizes = timm_models.ACCELERATED.items()
+    swin, v2, _ = (f"{name}, {side}x{side}, batch {batch}" for name, (batch, side, _) in sizes)
+    assert both == {
+        *(f"{title}, TF32, {name}" for title in (swin, v2) for name in whole.PASSES),
+        *(f"{v2}, autocast to {dtype}, training step" for dtype in ("float16", "bfloat16")),
+    }
+    made = timm_models.accelerated("swinv2_tiny_window8_256", *timm_models.TINY, "cpu")
+    assert made[ALONE].network is made["ours"].network
+    for name, expected in (("ours", None), (ALONE, "0"), ("timm", None)):
+        run = whole.step(replace(made[name], predict=lambda: os.environ.get(SWITCH)), "float32", False, "cpu")
+        assert run() == expected
+        assert SWITCH not in os.environ
+
+
 @needs_toolkits
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_models_of_mmdet_and_mmseg_compute_the_same(one_thread, number):
     import mmcv.cnn.bricks.transformer as transformer
 
@@ -91,7 +113,7 @@ def test_models_of_mmdet_and_mmseg_compute_the_same(one_thread, number):
     from tools.bench.cases import mm_models
 
     restore()
-    assert len(mm_models.MODELS) == 7
+    assert len(mm_models.MODELS) == 8
     before = transformer.MultiheadAttention.forward
     ours, stock = both_run("mm_models", number)
     assert ours == pytest.approx(stock, rel=1e-3)

@@ -1,7 +1,7 @@
 """Where a toolkit's own window attention is faster on a GPU than this package's, as measured on whole models.
 
-``accelerate`` of timm and the drop-in for mmdet and mmseg leave stock's code in these cases. What was not measured runs
-on our operators.
+``accelerate`` of timm and the drop-in for mmdet and mmseg keep stock's code in these cases. What was not measured
+runs on our operators.
 """
 
 from __future__ import annotations

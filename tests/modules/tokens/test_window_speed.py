@@ -1,4 +1,4 @@
-"""Where stock's window attention is left: by version, arithmetic and pass, of fake tensors of a GPU."""
+"""Where stock's window attention is kept: by version, arithmetic and pass, of fake tensors of a GPU."""
 
 from __future__ import annotations
 

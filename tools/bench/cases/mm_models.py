@@ -22,11 +22,11 @@ from .. import compiled_mmcv
 from ..case import Case
 from .end_to_end import MODELS as ALL
 from .end_to_end import Batch, Model, batch, build
-from .whole import Steps, rows
+from .whole import ALONE, Steps, operators_alone, rows
 
 BATCHES = {"cpu": (1,), "cuda": (2, 8)}
 TINY = {"mmdet": (192, 256), "mmseg": (97, 97)}  # DINO selects 900 pixels
-MODELS = [model for model in ALL if "Swin" not in model.title]
+MODELS = [model for model in ALL if model.title != "Mask2Former Swin-T, instances"]
 
 
 class Place(NamedTuple):
@@ -45,6 +45,13 @@ class Place(NamedTuple):
             setattr(self.owner, self.name, value)
 
 
+@contextlib.contextmanager
+def our_operators() -> Iterator[None]:
+    """Let the names hold the drop-in's layers, which keep no stock code for its speed."""
+    with layers(True), operators_alone():
+        yield
+
+
 @cache
 def _places() -> list[tuple[Place, Any, Any]]:
     """Return what the drop-in changes, as the toolkits have it and as it is after.
@@ -56,13 +63,16 @@ def _places() -> list[tuple[Place, Any, Any]]:
         importlib.import_module(toolkit)
     from mmcv.cnn.bricks.transformer import MultiheadAttention
     from mmcv.ops import MultiScaleDeformableAttention
+    from mmdet.models.backbones import swin as mmdet_swin
     from mmengine.registry import MODELS as registry
+    from mmseg.models.backbones import swin as mmseg_swin
     from mmseg.models.decode_heads import cc_head
 
+    windows = mmdet_swin.ShiftWindowMSA, mmseg_swin.ShiftWindowMSA
     names = ("GeneralizedAttention", "CrissCrossAttention", "DCN", "DCNv2")
     places = [
         *(Place(registry.module_dict, name) for name in names),
-        *(Place(layer, "forward") for layer in (MultiheadAttention, MultiScaleDeformableAttention)),
+        *(Place(layer, "forward") for layer in (MultiheadAttention, MultiScaleDeformableAttention, *windows)),
         Place(cc_head, "CrissCrossAttention"),
     ]
     stock = [place.get() for place in places]
@@ -142,7 +152,7 @@ def built(model: Model, count: int, peer: str, device: str) -> Mapping[str, Step
             return network(**network.data_preprocessor(_copied(pictures), False), mode="predict")
 
         made[name] = Steps(network, wrapper.optimizer, loss, predict, installed)
-    return made
+    return made | {ALONE: replace(made["ours"], layers=our_operators)}
 
 
 def cases(device: str) -> list[Case]:
@@ -154,5 +164,6 @@ def cases(device: str) -> list[Case]:
         model = model if device == "cuda" else replace(model, size=TINY[model.package])
         for count in BATCHES[device]:
             title = f"{model.title}, {model.size[0]}x{model.size[1]}, batch {count}"
-            made += rows(title, peer, partial(built, model, count, peer), device, part=model.title)
+            version = "Swin" if "Swin" in model.title else None
+            made += rows(title, peer, partial(built, model, count, peer), device, model.title, version)
     return made

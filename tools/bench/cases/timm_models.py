@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from attn_plugins.modules.tokens.window_speed import Version
+
 from ..case import Case
 from .end_to_end import LEARNING_RATE
-from .whole import Steps, rows
+from .whole import ALONE, Steps, operators_alone, rows
 
-# timm's name: batch and side of the picture
-ACCELERATED = {
-    "swin_tiny_patch4_window7_224": (64, 224),
-    "swinv2_tiny_window8_256": (32, 256),
-    "samvit_base_patch16": (1, 1024),
+# timm's name: batch, side of the picture, and what the windows compute
+ACCELERATED: dict[str, tuple[int, int, Version | None]] = {
+    "swin_tiny_patch4_window7_224": (64, 224, "Swin"),
+    "swinv2_tiny_window8_256": (32, 256, "Swin V2"),
+    "samvit_base_patch16": (1, 1024, None),
 }
 RESNETS = ("aa_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_resnet50")
 TINY = (2, 64)  # batch and side on CPUs
@@ -40,9 +43,10 @@ def accelerated(name: str, batch: int, side: int, device: str) -> Mapping[str, S
 
     torch.manual_seed(0)
     stock = timm.create_model(name, num_classes=10, img_size=side)
-    ours = copy.deepcopy(stock)
-    accelerate(ours, onednn=False)
-    return {"timm": steps(stock, batch, side, device), "ours": steps(ours, batch, side, device)}
+    model = copy.deepcopy(stock)
+    accelerate(model, onednn=False)
+    ours = steps(model, batch, side, device)
+    return {"timm": steps(stock, batch, side, device), "ours": ours, ALONE: replace(ours, layers=operators_alone)}
 
 
 @lru_cache(maxsize=1)
@@ -57,10 +61,10 @@ def beside_resnet50(name: str, batch: int, side: int, device: str) -> Mapping[st
 
 def cases(device: str) -> list[Case]:
     made = []
-    for name, size in ACCELERATED.items():
+    for name, (*size, version) in ACCELERATED.items():
         batch, side = size if device == "cuda" else TINY
         title = f"{name}, {side}x{side}, batch {batch}"
-        made += rows(title, "timm", partial(accelerated, name, batch, side), device)
+        made += rows(title, "timm", partial(accelerated, name, batch, side), device, version=version)
     for name in RESNETS:
         batch, side = (32, 224) if device == "cuda" else TINY
         title = f"{name}, {side}x{side}, batch {batch}"

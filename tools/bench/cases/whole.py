@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from attn_plugins.modules.tokens.window_speed import SWITCH, Version, is_slower
 from attn_plugins.ops import use_onednn
 
-from ..case import KINDS, Case, Run
+from ..case import KINDS, OWN, Case, Run
 
+ALONE = f"{OWN}the operators alone"  # measured where ours keeps stock's windows
 ON_CPU, ON_CUDA = ("float32",), ("TF32", "autocast to float16", "autocast to bfloat16", "float32")
 PASSES = ("prediction", "training step")
 
@@ -37,6 +40,25 @@ def choosing(model: nn.Module, onednn: bool) -> nn.Module:
 
     model.register_forward_pre_hook(choose_products)
     return model
+
+
+@contextmanager
+def operators_alone() -> Iterator[None]:
+    """Let no layer of ours keep stock's code for its speed."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
+
+
+def keeps_stock(version: Version | None, kind: str, training: bool) -> bool:
+    """Return whether our windows of a model keep stock's code on CUDA in the arithmetic of a key of ``KINDS``."""
+    arithmetic = "half" if KINDS[kind].autocast else "TF32" if KINDS[kind].tf32 else None
+    return version is not None and is_slower(version, arithmetic, training)
 
 
 def step(steps: Steps, kind: str, training: bool, device: str) -> Run:
@@ -69,9 +91,16 @@ def step(steps: Steps, kind: str, training: bool, device: str) -> Run:
 
 
 def rows(
-    title: str, peer: str, built: Callable[[str], Mapping[str, Steps]], device: str, part: str | None = None
+    title: str,
+    peer: str,
+    built: Callable[[str], Mapping[str, Steps]],
+    device: str,
+    part: str | None = None,
+    version: Version | None = None,
 ) -> list[Case]:
     """Return the rows of a model beside ``peer``, for each kind of arithmetic and both passes.
+
+    Ours is what users get. Where its windows keep stock's code, :data:`ALONE` is measured as well.
 
     Args:
         title: Name of the rows.
@@ -79,16 +108,21 @@ def rows(
         built: Builds both models on a device, once for rows that follow one another.
         device: ``cpu`` or ``cuda``.
         part: See :class:`..case.Case`; None for the title.
+        version: Of the model's windows, if it has some.
     """
 
     def prepared(name: str, kind: str, training: bool) -> Run:
         return step(built(device)[name], kind, training, device)
 
+    def peers(kind: str, training: bool) -> dict[str, Callable[[], Run]]:
+        names = [peer, ALONE] if device == "cuda" and keeps_stock(version, kind, training) else [peer]
+        return {name: partial(prepared, name, kind, training) for name in names}
+
     return [
         Case(
             f"{title}, {kind}, {pass_name}",
             partial(prepared, "ours", kind, training),
-            {peer: partial(prepared, peer, kind, training)},
+            peers(kind, training),
             kind=kind,
             timing="whole",
             part=part or title,
