@@ -72,10 +72,20 @@ def test_readme_is_short_and_has_the_start_pages_config():
 
 def test_links_of_the_repository_lead_somewhere():
     pages = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *ROOT.glob("configs/**/README.md")]
-    links = [(page, target.partition("#")[0]) for page in pages for target in LINK.findall(page.read_text())]
     on_the_site_alone = "attention/index.html"
-    assert not [(name(page), path) for page, path in links
-                if not path.endswith(on_the_site_alone) and not (page.parent / path).exists()]  # fmt: skip
+    for page in pages:
+        for target in LINK.findall(page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not path.endswith(on_the_site_alone):
+                assert file.exists(), (name(page), target)
+                assert not anchor or anchor in anchors(file), (name(page), target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub and the site name them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
 def navigation(node) -> list[str]:
