@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
@@ -30,6 +31,14 @@ def _leading_pixels(maps: Tensor, size: Sequence[int]) -> Tensor:
         f"offset and mask must have at least {needed} pixels, for an output of {tuple(size)}, got {tuple(maps.shape)}",
     )
     return maps.reshape(B, -1)[:, : C * needed].view(B, C, *size)
+
+
+def _of_leading_pixels(grad: Tensor, shape: torch.Size) -> Tensor:
+    """Return the gradient of maps of ``shape`` for that of their :func:`_leading_pixels`."""
+    if grad.shape == shape:
+        return grad
+    flat = grad.flatten(1)
+    return F.pad(flat, (0, shape[1:].numel() - flat.shape[1])).view(shape)
 
 
 class Geometry(NamedTuple):
@@ -80,7 +89,7 @@ def _add_gradients(
         grads[1] = grads[1].masked_fill(edge, 0)
     for target, grad in zip(targets, grads):
         if target is not None and grad is not None:
-            target.add_(grad, alpha=scale)
+            target.add_(_of_leading_pixels(grad, target.shape), alpha=scale)
 
 
 @operator
@@ -124,7 +133,7 @@ def modulated_deform_conv_backward(
 ) -> None:
     """Add the gradients of all operands of :func:`modulated_deform_conv_forward`."""
     size = grad_output.shape[2:]
-    offset, mask, grad_offset, grad_mask = (_leading_pixels(m, size) for m in (offset, mask, grad_offset, grad_mask))
+    offset, mask = (_leading_pixels(maps, size) for maps in (offset, mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
     targets = Terms(grad_input, grad_offset, grad_weight, grad_bias if with_bias else None, grad_mask)
     _add_gradients(targets, grad_output, terms, Geometry.of(V2, geometry))

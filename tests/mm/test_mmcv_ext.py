@@ -325,11 +325,17 @@ def test_synchronised_batch_norm_of_one_process_is_batch_norm() -> None:
 
 def test_offsets_of_a_finer_level_are_read_as_mmcv_reads_them() -> None:
     """DyHead passes maps that are larger than the output; mmcv reads their memory from the start."""
-    x, weight = torch.randn(1, 4, 8, 10), torch.randn(4, 4, 3, 3)
-    offset, mask = torch.randn(1, 18, 8, 10), torch.rand(1, 9, 8, 10)
-    output = ops.modulated_deform_conv2d(x, offset, mask, weight, None, 2, 1)
-    first = [maps.flatten()[: maps.shape[1] * 20].view(1, -1, 4, 5) for maps in (offset, mask)]
-    torch.testing.assert_close(output, torchvision.ops.deform_conv2d(x, first[0], weight, None, 2, 1, 1, first[1]))
+    x, weight, offset, mask = leaf(2, 4, 8, 10), leaf(4, 4, 3, 3), leaf(2, 18, 8, 10), leaf(2, 9, 8, 10)
+
+    def define(x: Tensor, weight: Tensor, *maps: Tensor) -> Tensor:
+        offset, mask = (m.flatten(1)[:, : m.shape[1] * 20].view(2, -1, 4, 5) for m in maps)
+        return torchvision.ops.deform_conv2d(x, offset, weight, None, 2, 1, 1, mask)
+
+    expected = results((x, weight, offset, mask), define)
+    for memory_format in (torch.contiguous_format, torch.channels_last):  # the gradients have it as well
+        maps = [m.detach().to(memory_format=memory_format).requires_grad_() for m in (offset, mask)]
+        ours = results((x, weight, *maps), lambda x, w, o, m: ops.modulated_deform_conv2d(x, o, m, w, None, 2, 1))
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
