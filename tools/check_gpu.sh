@@ -97,7 +97,7 @@ memory() {
 eager() { # as users run them; an operator or a model takes 100 s, and its other rows wait for the next call
     [[ -e build/gpu/gpu-eager.jsonl ]] && cp -n build/gpu/gpu-eager.jsonl "$OUT" # a run that is cut leaves its rows there
     # shellcheck disable=SC2086
-    "$PYTHON" -m tools.bench ${EAGER:-eager mm_models timm_models} --device cuda --name gpu-eager --out "$OUT" \
+    "$PYTHON" -m tools.bench ${EAGER:-eager mm_models timm_models transformers_models} --device cuda --name gpu-eager --out "$OUT" \
         --minutes "${MINUTES:-8}" --part-seconds 100 --row-seconds 100 --wait 5 --resume 2>&1 | tee "$OUT/eager.log"
     local status=$?
     rm -f build/gpu/gpu-eager.* # once all rows are there, there is no record of lines to resume

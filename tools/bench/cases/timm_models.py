@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from attn_plugins.modules.tokens.window_speed import Version
 
 from ..case import Case
 from .end_to_end import LEARNING_RATE
-from .whole import ALONE, Steps, operators_alone, rows
+from .whole import ALONE, COMPILED, Steps, operators_alone, rows
 
 # timm's name: batch, side of the picture, and what the windows compute
 ACCELERATED: dict[str, tuple[int, int, Version | None]] = {
@@ -55,8 +54,12 @@ def beside_resnet50(name: str, batch: int, side: int, device: str) -> Mapping[st
 
     import attn_plugins.timm  # noqa: F401  registers our models
 
-    made: dict[str, Any] = {"resnet50": "resnet50", "ours": name}
-    return {key: steps(timm.create_model(of, num_classes=10), batch, side, device) for key, of in made.items()}
+    stock, model = (timm.create_model(of, num_classes=10) for of in ("resnet50", name))
+    return {
+        "resnet50": steps(stock, batch, side, device),
+        "ours": steps(model, batch, side, device),
+        COMPILED: steps(torch.compile(model), batch, side, device),
+    }
 
 
 def cases(device: str) -> list[Case]:
@@ -68,5 +71,5 @@ def cases(device: str) -> list[Case]:
     for name in RESNETS:
         batch, side = (32, 224) if device == "cuda" else TINY
         title = f"{name}, {side}x{side}, batch {batch}"
-        made += rows(title, "resnet50", partial(beside_resnet50, name, batch, side), device)
+        made += rows(title, "resnet50", partial(beside_resnet50, name, batch, side), device, compiled=True)
     return made

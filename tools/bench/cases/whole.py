@@ -17,6 +17,7 @@ from attn_plugins.ops import use_onednn
 from ..case import KINDS, OWN, Case, Run
 
 ALONE = f"{OWN}the operators alone"  # measured where ours keeps stock's windows
+COMPILED = f"{OWN}torch.compile"  # measured in bfloat16 on CUDA
 ON_CPU, ON_CUDA = ("float32",), ("TF32", "autocast to float16", "autocast to bfloat16", "float32")
 PASSES = ("prediction", "training step")
 
@@ -97,6 +98,7 @@ def rows(
     device: str,
     part: str | None = None,
     version: Version | None = None,
+    compiled: bool = False,
 ) -> list[Case]:
     """Return the rows of a model beside ``peer``, for each kind of arithmetic and both passes.
 
@@ -109,13 +111,18 @@ def rows(
         device: ``cpu`` or ``cuda``.
         part: See :class:`..case.Case`; None for the title.
         version: Of the model's windows, if it has some.
+        compiled: ``built`` also returns :data:`COMPILED`.
     """
 
     def prepared(name: str, kind: str, training: bool) -> Run:
         return step(built(device)[name], kind, training, device)
 
     def peers(kind: str, training: bool) -> dict[str, Callable[[], Run]]:
-        names = [peer, ALONE] if device == "cuda" and keeps_stock(version, kind, training) else [peer]
+        names = [peer]
+        if device == "cuda" and keeps_stock(version, kind, training):
+            names.append(ALONE)
+        if device == "cuda" and compiled and kind == "autocast to bfloat16":
+            names.append(COMPILED)
         return {name: partial(prepared, name, kind, training) for name in names}
 
     return [
