@@ -12,6 +12,12 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
       "bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) "
       "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask, Tensor grad_bias)");
+  // CUDA's backward with gradients whose bits are equal in every run; no float64.
+  m.def(
+      "deform_conv2d_deterministic_backward_kernel(Tensor grad_output, Tensor input, Tensor offset, "
+      "Tensor weight, Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, "
+      "int offset_groups, bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) "
+      "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask, Tensor grad_bias)");
   // CPU kernels of attn_plugins::global_attention, which plugins/ops defines for every device. *_columns are
   // packed as (B, M, width, keys) and *_rows as (B, M, keys, width), with the last axis padded.
   m.def(

@@ -163,24 +163,33 @@ struct CudaKernels {
     });
   }
 
+  // All but the input's gradient.
+  template <class T, class S>
+  static SamplingGradients<T, S> gradients(const Tensor& grad_columns, const Tensor& columns,
+                                           const Tensor& grad_offset, const Tensor& grad_mask) {
+    SamplingGradients<T, S> grads{};
+    grads.grad_columns = data_of<const T>(grad_columns);
+    grads.columns = data_of<T>(columns);
+    grads.grad_offset = data_of<T>(grad_offset);
+    grads.grad_mask = data_of<T>(grad_mask);
+    if (grad_offset.defined()) grads.offset_strides = tap_strides(grad_offset);
+    if (grad_mask.defined()) grads.mask_strides = tap_strides(grad_mask);
+    return grads;
+  }
+
   static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
                               const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
                               const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
                               int64_t start, int64_t length) {
     for_type(input.scalar_type(), [&](auto zero) {
       using T = decltype(zero);
+      using S = accumulate_t<T>;
       SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
-      SamplingGradients<T> grads{};
-      grads.grad_columns = data_of<const T>(grad_columns);
-      grads.columns = data_of<T>(columns);
-      grads.grad_input = data_of<accumulate_t<T>>(grad_input);
-      grads.grad_offset = data_of<T>(grad_offset);
-      grads.grad_mask = data_of<T>(grad_mask);
-      if (grad_offset.defined()) grads.offset_strides = tap_strides(grad_offset);
-      if (grad_mask.defined()) grads.mask_strides = tap_strides(grad_mask);
+      auto grads = gradients<T, S>(grad_columns, columns, grad_offset, grad_mask);
+      grads.grad_input = data_of<S>(grad_input);
       const auto run = [&](auto, auto width) {
         const int64_t blocks = assign_teams(p, width, false);
-        launch(sample_backward_kernel<T, width>, blocks, p, grads);
+        launch(sample_backward_kernel<T, width, S>, blocks, p, grads);
       };
       // grad_input needs no check: it is a new allocation, aligned to far more than four floats.
       const std::initializer_list<int64_t> counts = {p.group_channels, p.offset_group_channels};
@@ -242,6 +251,37 @@ struct CudaKernels {
         launch(add_plane_bias_kernel<T, n>, divide_up(count, kThreads), to, data_of<const T>(row), count,
                Divisor(pixels / n), Divisor(channels));
       });
+    });
+  }
+};
+
+// The same with gradients whose bits are equal in every run: only the input's is a sum whose order varies.
+struct DeterministicCudaKernels : CudaKernels {
+  // A block's terms are products of a gradient of a column and a bilinear weight times mask. At most those of
+  // all taps of the block's pixels of one image reach one sum. Blocks follow one another, so their values are
+  // added in float32.
+  static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
+                              const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
+                              const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
+                              int64_t start, int64_t length) {
+    if (!grad_input.defined()) {
+      return CudaKernels::sample_backward(g, input, offset, mask, grad_columns, columns, grad_input,
+                                          grad_offset, grad_mask, start, length);
+    }
+    const FixedSums sums(grad_input, std::min(length, g.Ho * g.Wo) * g.taps());
+    for_type(input.scalar_type(), [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (sizeof(T) == 8) {
+        STD_TORCH_CHECK(false, "attn_plugins: the deterministic backward takes no float64");
+      } else {
+        SamplingProblem<T> p = problem<T>(g, input, offset, mask, start, length);
+        auto grads = gradients<T, Fixed>(grad_columns, columns, grad_offset, grad_mask);
+        grads.grad_input = sums.data(), grads.scale = sums.scale;
+        sums.begin<T, T>(mask.defined() ? as_contiguous(mask) : mask, grad_columns);
+        // Integers are added one at a time, so neighbouring threads take neighbouring channels.
+        launch(sample_backward_kernel<T, 1, Fixed>, assign_teams(p, 1, false), p, grads);
+        sums.end<float, true>(grad_input);
+      }
     });
   }
 };

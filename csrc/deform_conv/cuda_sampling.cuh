@@ -9,6 +9,7 @@
 
 #include "common/bilinear.cuh"
 #include "common/divisor.cuh"
+#include "common/fixed_point.cuh"
 #include "deform_conv.h"
 
 namespace attn_plugins {
@@ -179,22 +180,24 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 4)
   }
 }
 
-// Gradients read and written by the backward pass; results that are not needed are nullptr.
-template <class T>
+// Gradients read and written by the backward pass; results that are not needed are nullptr. The sums of the
+// input's gradient are Fixed where their bits must not depend on the order of threads, else A.
+template <class T, class S>
 struct SamplingGradients {
   const T* grad_columns;
-  T* columns;                   // may equal grad_columns: one thread reads and writes each element
-  accumulate_t<T>* grad_input;  // (N, H, W, C), +=
+  T* columns;     // may equal grad_columns: one thread reads and writes each element
+  S* grad_input;  // (N, H, W, C), +=
   T* grad_offset;
   T* grad_mask;
   TapStrides offset_strides, mask_strides;
+  ScaleOf<S> scale;
 };
 
 // Stores the gradients of a sample's coordinates and mask, which are combinations of
 // s_i = <grad column, pixel i> (derivative of Zhu et al. 2019, Eq. 4).
-template <class T>
+template <class T, class S>
 __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
-                                                    const SamplingGradients<T>& g, const Team& t, int tap,
+                                                    const SamplingGradients<T, S>& g, const Team& t, int tap,
                                                     const Sample<accumulate_t<T>>& s, accumulate_t<T> mask,
                                                     const Four<accumulate_t<T>>& found) {
   using A = accumulate_t<T>;
@@ -208,9 +211,9 @@ __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
   g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.inside ? sums.sampled() : s.outside);
 }
 
-template <class T, int N>
+template <class T, int N, class S>
 __global__ void __launch_bounds__(kThreads, 2)
-    sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T> g) {
+    sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T, S> g) {
   using A = accumulate_t<T>;
   __shared__ Staged<A> staged;
   __shared__ Four<A> sums[kThreads];  // of the staged samples
@@ -220,7 +223,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first_channel = own.offset_group * p.offset_group_channels;
   const T* image = p.input + own.n * p.image;
   const int first_column = own.pixel * p.taps + own.first_tap;
-  A* grad_image = g.grad_input ? g.grad_input + own.n * p.image : nullptr;
+  S* grad_image = g.grad_input ? g.grad_input + own.n * p.image : nullptr;
+  const auto scale = g.scale.loaded();
 
   for (int first = 0; first < p.slice_taps; first += layout.lanes) {
     const int count = min(layout.lanes, p.slice_taps - first);
@@ -236,7 +240,9 @@ __global__ void __launch_bounds__(kThreads, 2)
       const int64_t column = int64_t(first_column + first + j) * p.group_channels;
       const Place place = staged.places[slot];
       const Four<A> weights = staged.weights[slot];
-      A products[4] = {};
+      A shares[4], products[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) shares[i] = scale.first_factor(weights.of[i]);
       // A team without this tap reads nothing.
       const int channels = first + j < own.taps ? p.offset_group_channels : 0;
       for (int v = layout.lane * N; v < channels; v += layout.lanes * N) {
@@ -261,12 +267,14 @@ __global__ void __launch_bounds__(kThreads, 2)
         }
         if (g.columns) store(g.columns + at, narrow_sample<T>(sample, place.inside));
         if (grad_image && place.inside > 0) {
-          const Corners<A> corners(grad_image + c, place, p.C * int(sizeof(A)));
+          const Corners<S> corners(grad_image + c, place, p.C * int(sizeof(S)));
+#pragma unroll
+          for (int e = 0; e < N; ++e) grad[e] = scale.second_factor(grad[e]);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             A part[N];
 #pragma unroll
-            for (int e = 0; e < N; ++e) part[e] = weights.of[i] * grad[e];
+            for (int e = 0; e < N; ++e) part[e] = shares[i] * grad[e];
             add_atomically(corners.at[i], part);
           }
         }

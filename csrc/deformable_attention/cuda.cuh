@@ -68,18 +68,6 @@ __device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& 
   return found;
 }
 
-// In place of a FixedPoint: factors are not scaled.
-struct AsTheyAre {
-  template <class A>
-  __device__ __forceinline__ A first_factor(A weight) const {
-    return weight;
-  }
-  template <class A>
-  __device__ __forceinline__ A second_factor(A gradient) const {
-    return gradient;
-  }
-};
-
 // Stages points [first, first + count) of every team. The lanes of a team locate its points. The weights are
 // scaled as `scale` says.
 template <class A, class L, int SLOTS, class Scale = AsTheyAre>
@@ -155,7 +143,7 @@ template <class S, class L>
 struct AttentionGradients {
   S* value;
   L *locations, *weights;
-  std::conditional_t<std::is_same_v<S, Fixed>, FixedPoint, AsTheyAre> scale;
+  ScaleOf<S> scale;
 };
 
 template <class T, class L, int N, class S>
@@ -174,11 +162,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   const T* output_gradient = grad_output + team.index * p.d;
   const int channels = layout.writes ? p.d : 0, own_channel = layout.lane * N;
   const bool needs_points = grads.locations || grads.weights;
+  const auto scale = grads.scale.loaded();
   // A thread usually has a single vector of channels, so its gradient is read only once.
   Vector<T, N> own_gradient;
   if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
   // Integers are added one at a time, so neighbouring threads take neighbouring channels.
-  const auto scaled = [&](int c) { return grads.scale.second_factor(widen(__ldg(output_gradient + c))); };
+  const auto scaled = [&](int c) { return scale.second_factor(widen(__ldg(output_gradient + c))); };
   A factors[kFixed ? N : 1];
   if constexpr (kFixed) {
 #pragma unroll
@@ -191,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int first = 0; first < p.P; first += kRound * layout.lanes) {
     const int count = min(kRound * layout.lanes, p.P - first);
     stage(p, layout, locations + team.index * p.P * 2, weights + team.index * p.P, first, count, &staged,
-          grads.scale);
+          scale);
     __syncthreads();
     for (int point = 0; point < count; ++point) {
       const int slot = layout.slot(point);
@@ -339,24 +328,16 @@ struct DeterministicAttentionKernels : AttentionKernels {
       return AttentionKernels::backward(grad_output, value, locations, weights, grad_value, grad_locations,
                                         grad_weights, shapes, points);
     }
-    const Tensor sums = empty_like_options(value, sizes_of(value), ScalarType::Long);
-    const Tensor exponents = zeros_like_options(value, {2}, ScalarType::Int);
-    const int64_t elements = value.numel();
-    const int64_t samples = weights.size(1) * *std::ranges::max_element(points);
-    const FixedPoint scale{data_of<const int>(exponents), FixedPoint::room_for(samples)};
+    const FixedSums sums(value, weights.size(1) * *std::ranges::max_element(points));
     for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
       using L = decltype(location);
       if constexpr (sizeof(T) == 8) {
         STD_TORCH_CHECK(false, "attn_plugins: the deterministic backward takes no float64");
       } else {
-        const int64_t most = std::max({elements, weights.numel(), grad_output.numel()});
-        const int64_t blocks = std::min(divide_up(most, kThreads * 4), device_limits().multiprocessors * 8);
-        launch(begin_sums_kernel<L, T>, blocks, data_of<const L>(weights), weights.numel(),
-               data_of<const T>(grad_output), grad_output.numel(), data_of<int>(exponents),
-               data_of<Fixed>(sums), elements);
-        const AttentionGradients<Fixed, L> grads{data_of<Fixed>(sums), data_of<L>(grad_locations),
-                                                 data_of<L>(grad_weights), scale};
+        sums.begin<L, T>(weights, grad_output);
+        const AttentionGradients<Fixed, L> grads{sums.data(), data_of<L>(grad_locations),
+                                                 data_of<L>(grad_weights), sums.scale};
         for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()},
                             [&](auto, auto width) {
                               constexpr int N = decltype(width)::value;
@@ -365,8 +346,7 @@ struct DeterministicAttentionKernels : AttentionKernels {
                                      data_of<const T>(grad_output), data_of<const T>(value),
                                      data_of<const L>(locations), data_of<const L>(weights), grads);
                             });
-        launch(end_sums_kernel<T>, divide_up(elements, kThreads), data_of<const Fixed>(sums), scale, elements,
-               data_of<T>(grad_value));
+        sums.end<T>(grad_value);
       }
     });
   }

@@ -52,6 +52,11 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
       "bool needs_offset, bool needs_weight, bool needs_bias=False) -> (Tensor, Tensor, Tensor, Tensor, "
       "Tensor)");
   m.def(
+      "deform_conv2d_deterministic_backward(Tensor grad_output, Tensor input, Tensor offset, Tensor weight, "
+      "Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, int offset_groups, "
+      "bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, "
+      "Tensor, Tensor)");
+  m.def(
       "deformable_attention(Tensor value, Tensor locations, Tensor weights, int[] shapes, int[] points) -> "
       "Tensor");
   m.def(
@@ -71,6 +76,8 @@ STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {
   m.impl("transposed", EMULATED(transposed_matrices));
   m.impl("deform_conv2d", EMULATED(deform_conv2d_driver<CudaKernels>));
   m.impl("deform_conv2d_backward", EMULATED(deform_conv2d_backward_driver<CudaKernels>));
+  m.impl("deform_conv2d_deterministic_backward",
+         EMULATED(deform_conv2d_backward_driver<DeterministicCudaKernels>));
   m.impl("deformable_attention", EMULATED(deformable_attention_driver<AttentionKernels>));
   m.impl("deformable_attention_backward", EMULATED(deformable_attention_backward_driver<AttentionKernels>));
   m.impl("deformable_attention_deterministic_backward",

@@ -128,3 +128,10 @@ def refuses_other_devices(terms: Any, options: Any) -> str | None:
 def refuses_determinism(terms: Any, options: Any) -> str | None:
     """Refuse the backward in deterministic mode: kernels add with atomics, those of plain PyTorch need not."""
     return "its backward is not deterministic" if torch.are_deterministic_algorithms_enabled() else None
+
+
+def refuses_determinism_in_float64(terms: Any, options: Any) -> str | None:
+    """Refuse float64 in deterministic mode: the order-free sums of ``fixed_point.cuh`` are for float32 and halves."""
+    if terms[0].dtype == torch.float64 and (reason := refuses_determinism(terms, options)):
+        return f"{reason} in float64"
+    return None

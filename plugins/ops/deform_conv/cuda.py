@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..common import library
-from ..common.backends import Backend
-from .kernels import backward, forward
+from ..common.backends import Backend, Gradients
+from . import kernels
 from .operands import Options, Terms
 
 
@@ -12,4 +15,8 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return library.refusal(terms.input.device, "cuda")
 
 
-BACKEND = Backend("cuda", refuses, forward, backward, library.refuses_determinism, allocates=True)
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
+    return kernels.backward(grad_output, terms, options, needs, torch.are_deterministic_algorithms_enabled())
+
+
+BACKEND = Backend("cuda", refuses, kernels.forward, backward, library.refuses_determinism_in_float64, allocates=True)

@@ -13,11 +13,17 @@ def forward(terms: Terms, options: Options) -> Tensor:
     return torch.ops.attn_plugins.deform_conv2d_forward_kernel(*terms, *options)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
-    """Return the needed gradients; those of offset and mask are computed together."""
+def backward(
+    grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool], deterministic: bool = False
+) -> Gradients:
+    """Return the needed gradients; those of offset and mask are computed together.
+
+    ``deterministic`` chooses the kernel whose sums on CUDA have equal bits in every run.
+    """
     input, offset, weight, bias, mask = terms
     samples = needs["offset"] or needs["mask"]
-    computed = torch.ops.attn_plugins.deform_conv2d_backward_kernel(
+    name = f"deform_conv2d{'_deterministic' if deterministic else ''}_backward_kernel"
+    computed = getattr(torch.ops.attn_plugins, name)(
         grad_output, input, offset, weight, mask, *options,
         needs["input"], samples, needs["weight"], needs["bias"] and bias is not None,
     )  # fmt: skip

@@ -20,15 +20,8 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return f"it takes at most {_MOST_LEVELS} levels, got {levels}" if levels > _MOST_LEVELS else None
 
 
-def refuses_backward(terms: Terms, options: Options) -> str | None:
-    """Refuse float64 in deterministic mode: the order-free sums of ``fixed_point.cuh`` are for float32 and halves."""
-    if terms.value.dtype == torch.float64 and (reason := library.refuses_determinism(terms, options)):
-        return f"{reason} in float64"
-    return None
-
-
 def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
     return kernels.backward(grad_output, terms, options, needs, torch.are_deterministic_algorithms_enabled())
 
 
-BACKEND = Backend("cuda", refuses, kernels.forward, backward, refuses_backward, allocates=True)
+BACKEND = Backend("cuda", refuses, kernels.forward, backward, library.refuses_determinism_in_float64, allocates=True)

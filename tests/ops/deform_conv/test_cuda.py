@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import deform_conv2d
+from attn_plugins.ops import backend, deform_conv2d
 from attn_plugins.ops.common import library
 from tests.helpers.cuda_checks import DTYPES, exact, on_cuda
-from tests.helpers.operator_checks import relative_error
+from tests.helpers.operator_checks import deterministic_mode, relative_error
 from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, same_where_finite, through_reference
 
 pytestmark = pytest.mark.usefixtures("full_float32")
@@ -92,6 +92,23 @@ def test_input_gradient_of_any_offsets(name, spread, dtype):
     operands["offset"] *= spread
     wanted = gradients(through_reference, exact(operands))[1]
     assert relative_error(gradients(poisoned(deform_conv2d), operands)[1], wanted) < DTYPES[dtype]
+
+
+@cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("pixels", [None, "200"])
+@pytest.mark.parametrize("name", ["a block and more", "wide", "three slices", "planes of groups"])
+def test_deterministic_mode(name, pixels, dtype, monkeypatch):
+    """The kernels compute in it too, with the same bits in three runs, and the same numbers as in the other mode."""
+    if pixels:
+        monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", pixels)
+    operands = on_cuda(make(CASES[name], dtype=dtype, spread=0.5))
+    expected = gradients(through_reference, exact(operands))
+    with deterministic_mode(), backend("cuda"):
+        first, *others = (gradients(poisoned(deform_conv2d), operands) for _ in range(3))
+    for tensor, (result, wanted) in enumerate(zip(first, expected)):
+        assert relative_error(result, wanted) < DTYPES[dtype], f"result {tensor}"
+        assert all(torch.equal(other[tensor], result) for other in others), f"result {tensor}"
 
 
 @cuda
