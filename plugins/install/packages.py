@@ -51,4 +51,7 @@ def is_there(module: str) -> bool:
 
 def providers(module: str) -> set[str]:
     """Return the canonical names of the distributions that provide ``module``."""
-    return {canonicalize_name(name) for name in packages_distributions().get(module, [])}
+    names = packages_distributions().get(module)
+    if not names and module in installed():
+        names = [module]  # Python 3.10 looks for it in top_level.txt alone, which timm's wheel lacks
+    return {canonicalize_name(name) for name in names or []}

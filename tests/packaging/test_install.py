@@ -48,6 +48,14 @@ def complete(toolkit: str, *without: str) -> dict[str, str]:
     return {line.name: "0.1" for line in packages.lines_of(toolkit) if line.name not in without}
 
 
+def test_a_distribution_without_top_level_txt_provides_the_module_of_its_name(monkeypatch):
+    """Python 3.10 finds no module of such a distribution."""
+    monkeypatch.setattr(packages, "packages_distributions", dict)
+    assert packages.providers("pytest") == {"pytest"}
+    assert packages.providers("no_such_module") == set()
+    assert checks.label("pytest") == f"pytest {pytest.__version__}"
+
+
 @pytest.mark.parametrize("toolkit", TOOLKITS)
 def test_files_list_the_dependencies_of_what_is_installed_alone(toolkit):
     lines = packages.lines_of(toolkit)

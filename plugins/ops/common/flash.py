@@ -12,7 +12,7 @@ WIDEST = 192  # width beyond which some devices have no backward
 MULTIPLE = 8  # of widths and strides: rows are aligned to 16 bytes
 MOST = 65535  # images and heads: axes of the grid
 MOST_SUMS = 2**31 - 1  # elements of the backward's sums of the queries' gradients, which it counts by 32 bits
-_CUDNN = getattr(torch._C._SDPBackend, "CUDNN_ATTENTION", None)  # torch >= 2.5
+_CUDNN = getattr(getattr(torch._C, "_SDPBackend", None), "CUDNN_ATTENTION", None)  # torch >= 2.5
 
 
 def refusal(query: Tensor, value: Tensor, scale: float) -> str | None:
