@@ -118,7 +118,7 @@ def both_axes_logits(query: Tensor, table: Tensor, keys: Sequence[int], scale: f
     """
     M, H, W = query.shape[1:4]
     if traced() or transformed() or forward_ad._current_level >= 0 or H + W > _FEW_LINES:
-        scaled = _times(table, scale).expand(M, -1, -1)
+        scaled = (table if scale == 1 else table * scale).expand(M, -1, -1)
         rows, columns = scaled.split((H + keys[0] - 1, W + keys[1] - 1), 2)
         return relative_logits(query, rows, keys[0], "row"), relative_logits(query, columns, keys[1], "column")
     return _BothAxes.apply(query, table, scale, keys[0], keys[1])
@@ -133,7 +133,7 @@ class _BothAxes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, table: Tensor, scale: float, Hk: int, Wk: int) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.scaled = scale, _scaled(table, scale, query)
+        ctx.scale, ctx.cast = scale, _cast(table, query)
         ctx.save_for_backward(query, table)
         (B, M, H, W, _), D = query.shape, table.shape[2]
         b, m, h, rows = H * W * D, B * H * W * D, W * D, H + Hk - 1
@@ -141,7 +141,7 @@ class _BothAxes(torch.autograd.Function):
             ((B, M, H, W, Hk), (b, m, h - 1, D, 1), H - 1),
             ((B, M, H, W, Wk), (b, m, h, D - 1, 1), rows + W - 1),
         )
-        products = torch.bmm(_by_head(query), ctx.scaled)
+        products = _product(_by_head(query), ctx.cast, scale)
         return products.as_strided(*ctx.views[0]), products.as_strided(*ctx.views[1])
 
     @staticmethod
@@ -158,13 +158,13 @@ class _BothAxes(torch.autograd.Function):
             return None, None, None, None, None
         grad_query = grad_table = None
         if ctx.needs_input_grad[0]:
-            scaled = _scaled(table, ctx.scale, query) if torch.is_grad_enabled() else ctx.scaled
-            grad_query = torch.bmm(total, scaled.transpose(1, 2)).view(M, B, H, W, -1).transpose(0, 1)
+            cast = _cast(table, query) if torch.is_grad_enabled() else ctx.cast
+            grad_query = _product(total, cast.mT, ctx.scale).view(M, B, H, W, -1).transpose(0, 1)
         if ctx.needs_input_grad[1] and table.shape[0] == M:
-            grad_table = _times(torch.bmm(_by_head(query).transpose(1, 2), total).to(table.dtype), ctx.scale)
+            grad_table = _product(_by_head(query).mT, total, ctx.scale).to(table.dtype)
         elif ctx.needs_input_grad[1]:
-            summed = torch.bmm(total.transpose(1, 2), _by_head(query)).sum(0, keepdim=True, dtype=table.dtype)
-            grad_table = _times(summed, ctx.scale).transpose(1, 2)
+            by_head = _product(total.mT, _by_head(query), ctx.scale)
+            grad_table = by_head.sum(0, keepdim=True, dtype=table.dtype).mT
         return grad_query, grad_table, None, None, None
 
 
@@ -173,9 +173,10 @@ def _by_head(query: Tensor) -> Tensor:
     return query.transpose(0, 1).flatten(1, 3)
 
 
-def _scaled(table: Tensor, scale: float, query: Tensor) -> Tensor:
-    return _times(table, scale).to(query.dtype).expand(query.shape[1], -1, -1)
+def _cast(table: Tensor, query: Tensor) -> Tensor:
+    return table.to(query.dtype).expand(query.shape[1], -1, -1)
 
 
-def _times(tensor: Tensor, scale: float) -> Tensor:
-    return tensor if scale == 1 else tensor * scale
+def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return ``scale * a @ b`` in one launch."""
+    return torch.bmm(a, b) if scale == 1 else torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=scale)

@@ -15,20 +15,20 @@ from torch.nn import functional as F
 
 from ...terms.attention_type import parse_attention_type
 from ...terms.cached import cached
-from ...terms.relative_position import axis_encoding, both_axes_logits, relative_logits, spread
 from ...terms.saliency import add_vector, key_saliency
-from ...terms.window import shared_axis_window, window_logits, window_position_logits
+from ...terms.window import window_logits
 from ..common.attention import attend
-from ..common.axis_table import axis_table
 from ..common.checks import check_map, check_range, positive
 from ..common.logits import MapLogits, WindowLogits, as_content
 from ..common.weights import map_logits, map_weights
+from .encoded_positions import EncodedPositions
 from .joined import project
 from .memory_format import add_scaled, map_heads, to_channels_last
 from .normalised import normalise, projections
+from .pooled import pooled_attention
 
 
-class GeneralizedAttention2d(nn.Module):
+class GeneralizedAttention2d(EncodedPositions):
     """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
 
     Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
@@ -61,9 +61,6 @@ class GeneralizedAttention2d(nn.Module):
 
     _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints
 
-    wavelength = 10000.0
-    offset_sign = 1  # R encodes k - q
-    position_factor = 1.0  # factor of the projected R
     windowed = True  # the range is a window centred on the query
 
     def __init__(
@@ -152,15 +149,6 @@ class GeneralizedAttention2d(nn.Module):
                 f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
             )
 
-    def axis_width(self) -> int:
-        """Return the width of one axis's position encoding."""
-        return self.position_embedding_dim
-
-    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        """Return (queries, keys) logits of one axis: 0 for keys in range, else -inf. Callers do not write to them."""
-        radius = (self.spatial_range - 1) // 2
-        return shared_axis_window(queries, keys, radius, self.q_stride, self.kv_stride, like.device, like.dtype)
-
     def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
         """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
         covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
@@ -195,19 +183,13 @@ class GeneralizedAttention2d(nn.Module):
             ValueError: a shape or a device does not match.
             TypeError: a map does not have the module's dtype.
         """
-        output = attend(self._logits(x, context))
-        output = self.proj_conv(output.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        output = self._pooled(x, context)
+        if output is None:
+            attended = attend(self._logits(x, context))
+            output = self.proj_conv(attended.permute(0, 1, 4, 2, 3).flatten(1, 2))
         if self.q_stride > 1 and output.shape[2] * output.shape[3] > 1:
             output = self.upsample(output, x.shape[2:])
-        gamma = self.gamma.to(output.dtype)  # autocast's, so that the sum stays in the dtype of x
-        if output.shape == x.shape:
-            return add_scaled(x, gamma, output)
-        return x + gamma * output  # ε3 alone: one pixel for all queries; its gradient is summed before the product
-
-    def attention_size(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the map of queries for an input of ``size`` (H, W)."""
-        H, W = ((n + self.q_stride - 1) // self.q_stride for n in size)  # ONNX cuts off negative quotients
-        return H, W
+        return add_scaled(x, self.gamma, output)
 
     def attention_maps(self, x: Tensor, context: Tensor | None = None, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, in O(N²) memory without ``queries``.
@@ -234,29 +216,38 @@ class GeneralizedAttention2d(nn.Module):
         """
         query, key, value, _ = self._features(x, context)
         terms, u, v = self.terms, self._vector(self.appr_bias), self._vector(self.geom_bias)
-        in_range = self._both_axes(None, None, x, value)
+        in_range = self.position_logits(None, None, x, value)
         parts: dict[str, MapLogits] = {}
         if terms.content:
             parts["content"] = MapLogits(query, key, value, *in_range)
         if terms.content_position:
-            parts["content_position"] = MapLogits(None, None, value, *self._both_axes(query, None, x, value))
+            parts["content_position"] = MapLogits(None, None, value, *self.position_logits(query, None, x, value))
         if u is not None and key is not None:
             parts["saliency"] = MapLogits(None, None, value, *in_range, key_saliency(key, u))
         if v is not None:
-            parts["position"] = MapLogits(None, None, value, *self._both_axes(None, v, x, value))
+            parts["position"] = MapLogits(None, None, value, *self.position_logits(None, v, x, value))
         size = self.attention_size(x.shape[2:])
         return {name: map_logits(part, size, queries) for name, part in parts.items()}
+
+    def _pooled(self, x: Tensor, context: Tensor | None) -> Tensor | None:
+        """Compute what all queries add if there is ε3 alone, (B, C, 1, 1); None if :meth:`_logits` has to."""
+        u = self._vector(self.appr_bias)
+        if u is None or self.key_conv is None or self.attention_type != "0010" or self.spatial_range != -1:
+            return None
+        self._check(x, context)
+        keys = _every(x if context is None else context, self.kv_stride)
+        return pooled_attention(keys, u, self.key_conv, self.value_conv, self.proj_conv)
 
     def _logits(self, x: Tensor, context: Tensor | None) -> MapLogits | WindowLogits:
         """Compute the sum of all terms, for the keys around each query if the range is a window of a map."""
         by_content, by_position, _, _ = self.terms
-        u = self._vector(self.appr_bias)
+        u, v = self._vector(self.appr_bias), self._vector(self.geom_bias)
         query, key, value, key_logits = self._features(x, context, None if by_content else u)
         content, content_key = (query, key) if by_content else (None, None)
         moved = query if by_position else None
         in_windows = self.in_windows and context is None
         # Before u is added: the gradient that arrives first decides the layout, and a product's is not that of a map.
-        row, column = (None, None) if in_windows else self._both_axes(moved, self._vector(self.geom_bias), x, value)
+        row, column = (None, None) if in_windows else self.position_logits(moved, v, x, value)
         if content is not None and u is not None:
             content = add_vector(content, u)
         if not in_windows:
@@ -265,15 +256,11 @@ class GeneralizedAttention2d(nn.Module):
         H, W = x.shape[2], x.shape[3]
         reach = self.spatial_range // 2
         radius = min(reach, H - 1) if isinstance(H, int) else reach, min(reach, W - 1) if isinstance(W, int) else reach
-        kernel_size = 2 * radius[0] + 1, 2 * radius[1] + 1
-        position_logits: Tensor | None = None
-        if self.appr_geom_fc_y is not None and self.appr_geom_fc_x is not None:
-            rows = self._along_window(self.appr_geom_fc_y, moved, radius[0])
-            columns = self._along_window(self.appr_geom_fc_x, moved, radius[1])
-            position_logits = window_position_logits(rows, columns, H, W)
         if key_logits is not None:
             content, content_key = as_content(key_logits)
-        return WindowLogits(content, content_key, value, position_logits, kernel_size, padding=radius)
+        taps = self.tap_logits(moved, v, (H, W), radius)
+        kernel_size = 2 * radius[0] + 1, 2 * radius[1] + 1
+        return WindowLogits(content, content_key, value, taps, kernel_size, padding=radius)
 
     def _features(
         self, x: Tensor, context: Tensor | None, u: Tensor | None = None
@@ -282,11 +269,7 @@ class GeneralizedAttention2d(nn.Module):
 
         With the scaled ``u``, (M, d), compute ε3 of the keys as well, (B, M, Hk, Wk); the key is then None.
         """
-        check_map(x, self.in_channels, self.gamma)
-        if context is not None:
-            check_map(context, self.in_channels, self.gamma, "context")
-            if context.shape[0] != x.shape[0]:
-                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
+        self._check(x, context)
         convs: dict[str, nn.Module | None] = dict(query=self.query_conv, key=self.key_conv, value=self.value_conv)
         found = {name: conv for name, conv in convs.items() if conv is not None}
         if self.query_conv is not None:
@@ -306,77 +289,12 @@ class GeneralizedAttention2d(nn.Module):
             key = None
         return query, key, heads["value"], saliency
 
-    def _along_window(self, projection: nn.Linear, query: Tensor | None, radius: int) -> Tensor:
-        """Compute ε2 + ε4 of one axis for offsets -radius ... radius: (B, M, H, W, n), without ε2 (1, M, 1, 1, n)."""
-        v = self._vector(self.geom_bias)
-        table = self._table(projection, radius + 1, radius + 1, 1, 1, v if query is None else query)
-        if query is not None:
-            return torch.einsum("bmhwd,mdn->bmhwn", query if v is None else add_vector(query, v), table)
-        assert v is not None
-        return torch.einsum("md,mdn->mn", v, table)[None, :, None, None]
-
-    def _both_axes(
-        self, query: Tensor | None, v: Tensor | None, x: Tensor, value: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Compute scaled ε2 of ``query`` plus ε4 of ``v`` as far as given, and the range, as row and column logits.
-
-        Args:
-            query: (B, M, Hq, Wq, d).
-            v: (M, d).
-            x: (B, C, H, W), the map of the queries.
-            value: (B, M, Hk, Wk, d).
-        """
-        logits: list[Tensor | None] = []
-        if query is not None and v is not None:
-            query = add_vector(query, v)
-        both = self._joint_logits(query, value) if self.q_stride == self.kv_stride else None
-        for n, (axis, projection) in enumerate((("row", self.appr_geom_fc_y), ("column", self.appr_geom_fc_x))):
-            queries, keys = self.attention_size(x.shape[2:])[n], value.shape[2 + n]
-            along: Tensor | None = None
-            if both is not None:
-                along = both[n]
-            elif projection is not None and (query is not None or v is not None):
-                along = self._axis_logits(projection, query, v, queries, keys, axis)
-            if self.spatial_range != -1:
-                in_range = _along(self.axis_range(queries, keys, x).unsqueeze(0), axis)
-                along = in_range if along is None else along + in_range
-            logits.append(along)
-        return logits[0], logits[1]
-
-    def _joint_logits(self, query: Tensor | None, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Compute the products of (B, M, Hq, Wq, d) with both axes' tables together, where there are any."""
-        if query is None or self.appr_geom_fc_y is None or self.appr_geom_fc_x is None:
-            return None
-        tables = [
-            self._table(projection, query.shape[2 + n], value.shape[2 + n], self.q_stride, self.kv_stride, query)
-            for n, projection in enumerate((self.appr_geom_fc_y, self.appr_geom_fc_x))
-        ]
-        return both_axes_logits(query, torch.cat(tables, 2), value.shape[2:4])
-
-    def _axis_logits(
-        self, projection: nn.Linear, query: Tensor | None, v: Tensor | None, queries: int, keys: int, axis: str
-    ) -> Tensor:
-        """Compute ε2 + ε4 of one axis, with size 1 along axes that they do not depend on; ``query`` contains v."""
-        table = self._table(projection, queries, keys, self.q_stride, self.kv_stride, v if query is None else query)
-        if query is not None:
-            return relative_logits(query, table, keys, axis, self.q_stride, self.kv_stride)
-        assert v is not None
-        bias = torch.einsum("md,mdn->mn", v, table)
-        return _along(spread(bias, queries, keys, self.q_stride, self.kv_stride), axis)
-
-    def _table(
-        self, projection: nn.Linear, queries: int, keys: int, q_stride: int, kv_stride: int, like: Tensor | None
-    ) -> Tensor:
-        """Project the encodings of one axis's offsets in pixels, (M, d, D)."""
-        assert like is not None
-        factor, width = float(self.offset_sign * self.position_magnitude), self.axis_width()
-        encoding = axis_encoding(
-            queries, keys, q_stride, kv_stride, factor, width, self.wavelength, like.device, like.dtype
-        )
-        table = axis_table(projection, encoding, self.num_heads)
-        if self.position_factor != 1.0:
-            table = table * self.position_factor
-        return table
+    def _check(self, x: Tensor, context: Tensor | None) -> None:
+        check_map(x, self.in_channels, self.gamma)
+        if context is not None:
+            check_map(context, self.in_channels, self.gamma, "context")
+            if context.shape[0] != x.shape[0]:
+                raise ValueError(f"context must have x's batch size {x.shape[0]}, got {context.shape[0]}")
 
     def _vector(self, parameter: Tensor | None) -> Tensor | None:
         """Return u of ε3 or v of ε4, scaled, (M, d)."""
@@ -453,8 +371,3 @@ def _half_range(
 
 def _every(x: Tensor, stride: int) -> Tensor:
     return x if stride == 1 else x[:, :, ::stride, ::stride]
-
-
-def _along(pairs: Tensor, axis: str) -> Tensor:
-    """Reshape (·, queries, keys) to row logits (1, ·, Hq, 1, keys) or column logits (1, ·, 1, Wq, keys)."""
-    return pairs.unsqueeze(0).unsqueeze(3 if axis == "row" else 2)

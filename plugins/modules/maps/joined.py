@@ -31,7 +31,7 @@ def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None
     Returns:
         The maps by name.
     """
-    if len(convs) == 1 or traced() or has_global_hooks() or not all(map(_is_plain, convs.values())):
+    if len(convs) == 1 or not may_leave_out(*convs.values()):
         return {name: conv(x) for name, conv in convs.items()}
     weights: dict[str, Tensor] = {name: conv.weight for name, conv in convs.items()}  # type: ignore[misc]
     if vector is not None and (key := weights.pop("key", None)) is not None:
@@ -41,6 +41,11 @@ def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None
         weights["saliency"] = products.mT.unsqueeze(3)
     maps = F.conv2d(x, torch.cat([*weights.values()])).split([weight.shape[0] for weight in weights.values()], 1)
     return dict(zip(weights, maps))
+
+
+def may_leave_out(*convs: nn.Module) -> bool:
+    """Return whether nobody can notice that the weights of convolutions are read instead of calling them."""
+    return not traced() and not has_global_hooks() and all(map(_is_plain, convs))
 
 
 def _is_plain(conv: nn.Module) -> bool:

@@ -41,21 +41,26 @@ def in_format_of(x: Tensor, output: Tensor) -> Tensor:
 
 
 def add_scaled(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
-    """Return ``x + scale * output``, of two (B, C, H, W) maps, in the memory format of ``x``.
+    """Return ``x + scale * output`` in the dtype and the memory format of ``x``.
 
     On CUDA a channels-last ``output`` is transposed while it is added to a contiguous ``x``.
+
+    Args:
+        x: (B, C, H, W).
+        scale: One element.
+        output: (B, C, H, W), or (B, C, 1, 1) for all pixels. Under autocast the dtypes may differ.
     """
-    if x.dtype != output.dtype:
-        return x + scale * in_format_of(x, output)
-    alike = x.dtype == scale.dtype and x.shape == output.shape
-    if alike and not traced() and not transformed() and forward_ad._current_level < 0:
-        return _ScaledSum.apply(x, scale, output)
-    return _scaled_sum(x, scale, output)
+    if traced() or transformed() or forward_ad._current_level >= 0:
+        return _scaled_sum(x, scale, output)
+    return _ScaledSum.apply(x, scale, output)
 
 
 def _scaled_sum(x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
-    # Convert before the sum, which is ten times slower for mixed memory formats.
-    return torch.addcmul(x, scale, in_format_of(x, output))
+    if output.shape != x.shape:
+        return x + (scale * output).to(x.dtype)
+    # Convert before the sum, which is ten times slower for mixed memory formats. A scale without axes needs no cast.
+    scale = scale if scale.dtype == x.dtype else scale.reshape(())
+    return torch.addcmul(x, scale, in_format_of(x, output).to(x.dtype))
 
 
 def in_memory_format(x: Tensor, channels_last: bool) -> Tensor:
@@ -96,8 +101,11 @@ class _ScaledSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, output: Tensor) -> Tensor:
         ctx.save_for_backward(scale, output)
-        if x.is_contiguous() and is_channels_last(output) and transposition.has_kernel(x):
-            result = transposition.transposed(_matrices(output, False), _matrices(x, True), scale)
+        if output.shape != x.shape:  # addcmul would take ten times as long on CPUs
+            return x + torch.mul(scale, output, out=torch.empty_like(output, dtype=x.dtype))
+        if x.dtype == output.dtype and x.is_contiguous() and is_channels_last(output) and transposition.has_kernel(x):
+            factor = scale.to(x.dtype)
+            result = transposition.transposed(_matrices(output, False), _matrices(x, True), factor)
             return torch.ops.aten._unsafe_view(result, x.shape)  # a view could not be changed in place, as by timm
         return _scaled_sum(x, scale, output)
 
@@ -105,9 +113,15 @@ class _ScaledSum(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scale, output = ctx.saved_tensors
         _, needs_scale, needs_output = ctx.needs_input_grad
-        converted = in_format_of(output, grad) if needs_scale or needs_output else grad
-        grad_scale = (converted * output).sum().view_as(scale) if needs_scale else None
-        return grad, grad_scale, scale * converted if needs_output else None
+        if not (needs_scale or needs_output):
+            return grad, None, None
+        if output.shape == grad.shape:
+            converted = in_format_of(output, grad)
+        else:  # of one pixel: no product has more
+            converted = grad.sum((2, 3), keepdim=True, dtype=output.dtype)
+        grad_scale = (converted * output).sum(dtype=scale.dtype).view_as(scale) if needs_scale else None
+        grad_output = (scale.view(()) * converted).to(output.dtype) if needs_output else None
+        return grad, grad_scale, grad_output
 
 
 def _matrices(x: Tensor, contiguous: bool) -> Tensor:

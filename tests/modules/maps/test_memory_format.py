@@ -85,10 +85,30 @@ def test_a_scaled_sum(shape, device):
     assert ours[0].is_contiguous()
     assert ours[1].is_contiguous()
     assert 0 in shape or ours[3].is_contiguous(memory_format=torch.channels_last)
-    half = torch.randn(2, 4, 5, 3, device=device).half().permute(0, 3, 1, 2)
-    for other in (torch.randn(2, 3, 1, 1, device=device), half):
-        x = torch.randn(2, 3, 4, 5, device=device)
-        torch.testing.assert_close(add_scaled(x, scale.float(), other), x + scale.float() * other)
+
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtypes", [(F32, F32, BF16), (BF16, F32, BF16), (BF16, F32, F32)], ids=str)
+@pytest.mark.parametrize("size", [(5, 3), (1, 1)], ids=str)
+def test_a_scaled_sum_of_several_dtypes(dtypes, size, device):
+    """The sum has the dtype and the format of x; the gradients are those of a sum in float32."""
+    shapes = (2, 33, 5, 3), (1,), (2, 33, *size)
+    x, scale, output = (torch.randn(s, device=device).to(d) for s, d in zip(shapes, dtypes))
+    terms = [t.requires_grad_() for t in (x, scale, output.contiguous(memory_format=torch.channels_last))]
+    leaves = [t.detach().float().requires_grad_() for t in terms]
+    total, expected = add_scaled(*terms), leaves[0] + leaves[1] * leaves[2]
+    assert total.dtype == x.dtype
+    assert total.is_contiguous()
+    torch.testing.assert_close(total.float(), expected, rtol=0.01, atol=0.03 if x.dtype == BF16 else 1e-5)
+    grad = torch.randn(x.shape, device=device).to(x.dtype)
+    grads = torch.autograd.grad(total, terms, grad)
+    assert [g.dtype for g in grads] == [t.dtype for t in terms]
+    wanted = torch.autograd.grad(expected, leaves, grad.float())
+    for ours, theirs in zip(grads, wanted):
+        atol = 0.01 * (theirs.abs().max().item() if theirs.dim() > 1 else grad.numel() ** 0.5)  # products are rounded
+        torch.testing.assert_close(ours.float(), theirs, rtol=0.01, atol=atol)
 
 
 class Negated(nn.Conv2d):
