@@ -41,6 +41,7 @@ LAYOUTS = {
     "transposed": lambda m, n: torch.randn(n, m).t(),
     "sliced": lambda m, n: torch.randn(m, n + 5)[:, 2 : n + 2],
     "stepped": lambda m, n: torch.randn(m, 2 * n)[:, ::2],
+    "overlapping": lambda m, n: torch.randn(m + n - 1).unfold(0, n, 1),
     "one row": lambda m, n: torch.randn(1, n).expand(m, n),
     "one column": lambda m, n: torch.randn(m, 1).expand(m, n),
     "one value": lambda m, n: torch.randn(()).expand(m, n),
@@ -52,12 +53,15 @@ def test_equals_product_in_double(used, left):
     torch.manual_seed(0)
     M, K, N = SIZE
     a, row, matrix = LAYOUTS[left](M, K), torch.randn(N), torch.randn(M, N)
+    stepped, number = torch.randn(N, 2)[:, 0], torch.randn(1).expand(N)
     for right, draw in LAYOUTS.items():
         b = draw(K, N)
         expected = a.double() @ b.double()
         for result, value in (
             (a @ b, expected),
             (torch.addmm(row, a, b), expected + row),
+            (torch.addmm(stepped, a, b), expected + stepped),
+            (torch.addmm(number, a, b), expected + number),
             (torch.addmm(matrix, a, b), expected + matrix),
             (torch.addmm(row, a, b, beta=0.5, alpha=2), 2 * expected + 0.5 * row),
         ):

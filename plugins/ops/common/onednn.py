@@ -95,11 +95,16 @@ def _addmm(self: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: 
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute ``a @ b``, or ``(b.T @ a.T).T`` where a is transposed, has more rows, and the result's copy is cheap."""
+    """Compute ``a @ b``, or ``(b.T @ a.T).T`` where a is transposed, has more rows, and the result's copy is cheap.
+
+    oneDNN refuses a factor whose elements overlap, as those of an unfolded signal, and ignores the stride of a bias.
+    """
+    if not (b.stride(1) == 1 and b.stride(0) >= b.shape[1]) and not (b.stride(0) == 1 and b.stride(1) >= b.shape[0]):
+        b = b.contiguous()
     if a.stride(1) != 1 and a.shape[0] >= b.shape[1] and a.shape[1] >= DEEP:
         product = _linear(b.t(), a).t().contiguous()
         return product if bias is None else product.add_(bias)
-    return _linear(a, b.t(), bias)
+    return _linear(a, b.t(), bias if bias is None else bias.contiguous())
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
