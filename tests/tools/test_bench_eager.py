@@ -15,7 +15,7 @@ from attn_plugins.modules.tokens.window_speed import SWITCH
 from tests.tools.test_bench import Clock
 from tools.bench import cases, report, results, table, timing, worker
 from tools.bench.case import Case
-from tools.bench.cases import timm_models, whole
+from tools.bench.cases import eager, timm_models, whole
 from tools.bench.cases.whole import ALONE, COMPILED
 from tools.bench.measure import measure
 from tools.bench.timing import Contestant, Settings, race
@@ -41,6 +41,16 @@ def test_eager_calls_run_back_to_back_and_include_the_hosts_time(monkeypatch):
     times = race(runs, "cuda", Settings(seconds=0, min_rounds=3))
     assert times == {name: [pytest.approx(1e-3)] * 3 for name in runs}
     assert len(waited) == 3 * (2 + 1)  # before each sample, and at the end of a round
+
+
+def test_the_price_of_deterministic_gradients_is_measured_on_a_gpu():
+    rows = [row for row in eager.cases("cuda") if eager.DETERMINISTIC in row.peers]
+    assert {row.part for row in rows} == {"deform_conv2d", "deformable_attention"}
+    assert all(row.name.endswith("forward+backward") for row in rows)
+    assert not any(eager.DETERMINISTIC in row.peers for row in eager.cases("cpu"))
+    run = eager.in_deterministic_mode(lambda: torch.are_deterministic_algorithms_enabled)()
+    assert run()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_medians_are_compared():

@@ -170,11 +170,13 @@ def test_numbers_that_are_not_finite_come_out(emulated, size, spoilt):
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
 def test_the_largest_sum(emulated, masked, sign):
     """Every sample reads one pixel, with factors just below a power of two, of which there are as many as fit."""
-    problem = Problem(B=1, C=4, map=(1, 1), kernel=(1, 1), padding=7, masked=masked)
-    rows, columns = problem.offset[0].unbind()
-    places = torch.arange(15).double() - 7
-    rows[:], columns[:] = -places[:, None], -places
-    assert problem.samples == 225
+    problem = Problem(B=1, C=4, map=(1, 1), padding=8, masked=masked)
+    offset, places = problem.offset.view(3, 3, 2, 15, 15), torch.arange(15).double() - 8  # of 3 x 3 taps
+    for tap in range(3):
+        offset[tap, :, 0] = -(places + tap).unsqueeze(1)
+        offset[:, tap, 1] = -(places + tap)
+    assert problem.samples == 2025
+    problem.weight = (problem.weight != 0).double()
     if masked:
         problem.mask.fill_(1 - 2.0**-10)
     problem.grad_output.fill_(sign * (1 - 2.0**-8))

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from attn_plugins.ops import deformable_attention
 
-from ..case import Case, Maker, problem
+from ..case import OWN, Case, Maker, Run, problem
 from . import criss_cross, deform_conv, global_attention, sequence_attention, vision_transformers, window_attention
 from . import deformable_attention as attention
 
 KINDS = {"cpu": ("float32",), "cuda": ("float16", "float32", "TF32", "bfloat16")}
 CONVOLUTIONS = {"cpu": ((1, 16, 8, 9, 1),), "cuda": ((2, 256, 50, 68, 1), (16, 256, 64, 64, 1))}
 LEVELS = {"cpu": ((10, 13), (5, 7)), "cuda": ((100, 168), (50, 84), (25, 42), (13, 21))}
+DETERMINISTIC = f"{OWN}sums of integers"  # of the deformable operators' gradients on CUDA
 # Rows of other benchmarks that are called in this way as well, on CUDA.
 OTHERS = {
     window_attention: r"(content|content and position|dynamic convolution), .* 7x7",
@@ -49,6 +50,24 @@ def deformops_attention(shapes: tuple) -> Callable[..., Tensor]:
     return lambda value, locations, weights: registry.msda(value, sizes, starts, locations, weights)
 
 
+def in_deterministic_mode(prepared: Callable[[], Run]) -> Callable[[], Run]:
+    """Return a preparation of the same run in torch's deterministic mode."""
+
+    def make() -> Run:
+        run = prepared()
+
+        def deterministic() -> object:
+            torch.use_deterministic_algorithms(True)
+            try:
+                return run()
+            finally:
+                torch.use_deterministic_algorithms(False)
+
+        return deterministic
+
+    return make
+
+
 def cases(device: str) -> list[Case]:
     rows = []
     for size in CONVOLUTIONS[device]:
@@ -76,6 +95,9 @@ def cases(device: str) -> list[Case]:
             },
             kinds=[kind for kind in KINDS[device] if kind != "TF32"],
         )
+    for case in rows if device == "cuda" else ():
+        if case.name.endswith("backward"):
+            case.peers[DETERMINISTIC] = in_deterministic_mode(case.ours)
     for module, pattern in OTHERS.items() if device == "cuda" else ():
         name = module.__name__.rpartition(".")[2]
         for case in module.cases(device):
