@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -96,13 +97,16 @@ def deformable_attention(
 
 
 def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
-    """Return ``spatial_shapes`` as numbers; a Tensor is copied from its device once for all layers of a model.
+    """Return ``spatial_shapes`` as numbers; a Tensor is copied from a GPU once for all layers of a model.
+
+    On a GPU, a change by other means than PyTorch's operations, such as ``.data``, is not noticed.
 
     Raises:
         ValueError: it does not hold (H, W) of at least one level.
     """
     if isinstance(spatial_shapes, Tensor):
-        counted = not (is_compiling() or spatial_shapes.is_inference())  # has a version
+        # NumPy may change what is on the host; tensors of inference mode have no version.
+        counted = not (is_compiling() or spatial_shapes.is_cpu or spatial_shapes.is_inference())
         version, shapes = _COPIED.get(spatial_shapes, (None, [])) if counted else (None, [])
         if counted and version == spatial_shapes._version:
             return shapes
@@ -111,7 +115,8 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
                 f"spatial_shapes must be an integer Tensor (L, 2), got {spatial_shapes.dtype} of shape "
                 f"{tuple(spatial_shapes.shape)}"
             )
-        shapes = shapes_on_host(spatial_shapes.tolist())
+        numbers = spatial_shapes.tolist()
+        shapes = shapes_on_host(numbers) if is_compiling() else _of_numbers(tuple(map(tuple, numbers)))
         if counted:
             _COPIED[spatial_shapes] = spatial_shapes._version, shapes
         return shapes
@@ -120,6 +125,11 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
     if is_compiling():
         return [_checked_size(*shape) for shape in spatial_shapes]
     return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+
+
+@lru_cache(maxsize=1024)
+def _of_numbers(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
+    return shapes_on_host(shapes)
 
 
 def _checked_size(H: int, W: int) -> tuple[int, int]:

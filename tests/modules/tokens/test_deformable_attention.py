@@ -133,6 +133,7 @@ def test_exported_for_other_shapes_in_a_tensor():
 
 
 def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)  # as on a GPU
     layer, given = module(), inputs()
     shapes = given["spatial_shapes"]
     expected = layer(**given)

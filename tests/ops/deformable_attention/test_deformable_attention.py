@@ -134,8 +134,11 @@ def test_compiled_gradients_of_any_size():
 
 def test_shapes_as_a_tensor():
     terms = operands()
-    as_tensor = deformable_attention(terms[0], torch.tensor(SHAPES), *terms[1:])
-    assert torch.equal(as_tensor, deformable_attention(terms[0], SHAPES, *terms[1:]))
+    shapes, other = torch.tensor(SHAPES), [(W, H) for H, W in SHAPES]
+    for expected in (SHAPES, other):
+        shapes.numpy()[:] = expected  # which PyTorch does not notice
+        as_tensor = deformable_attention(terms[0], shapes, *terms[1:])
+        assert torch.equal(as_tensor, deformable_attention(terms[0], expected, *terms[1:]))
 
 
 class Attend(nn.Module):
