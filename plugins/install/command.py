@@ -65,7 +65,7 @@ def main(toolkits: Sequence[str], constraint: Path | None = None, dry_run: bool 
         print(f"attn_plugins install: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nattn_plugins install: interrupted; the same command goes on", file=sys.stderr)
+        print("\nattn_plugins install: interrupted; run the same command again to resume", file=sys.stderr)
         return 130
     print()
     return 0 if dry_run else doctor.main(required=[name for kit in toolkits for name in CHECKED.get(kit, MM)])
