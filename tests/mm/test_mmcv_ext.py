@@ -93,12 +93,12 @@ def softmax_focal_loss(weighted: bool) -> tuple:
 
 
 def deform_conv(modulated: bool) -> tuple:
-    x, offset, weight = leaf(2, 8, 5, 9), leaf(2, 36, 3, 5), leaf(4, 4, 3, 3)
-    geometry = (2, 1, 1)
+    x, offset, weight = leaf(2, 8, 5, 11), leaf(2, 36, 5, 4), leaf(4, 4, 3, 3)
+    geometry = ((1, 2), (1, 0), (1, 2))
     if not modulated:
         call = lambda x, o, w: ops.deform_conv2d(x, o, w, *geometry, 2, 2)  # noqa: E731
         return (x, offset, weight), call, lambda x, o, w: torchvision.ops.deform_conv2d(x, o, w, None, *geometry)
-    mask, bias = leaf(2, 18, 3, 5), leaf(4)
+    mask, bias = leaf(2, 18, 5, 4), leaf(4)
     call = lambda x, o, m, w, b: ops.modulated_deform_conv2d(x, o, m, w, b, *geometry, 2, 2)  # noqa: E731
     define = lambda x, o, m, w, b: torchvision.ops.deform_conv2d(x, o, w, b, *geometry, m)  # noqa: E731
     return (x, offset, mask, weight, bias), call, define
