@@ -199,8 +199,8 @@ def test_layouts(emulated, layout):
     if layout == "channels last":
         problem.input = problem.input.to(memory_format=torch.channels_last)
     else:  # whose memory also holds numbers that are not its own
-        problem.mask = torch.stack((problem.mask, torch.full_like(problem.mask, 2.0**100)), -1)[..., 0]
-        problem.mask = problem.mask.float()
+        mask = problem.mask.float()
+        problem.mask = torch.stack((mask, torch.full_like(mask, 2.0**100)), -1)[..., 0]
     for result, wanted in zip(problem.call(emulated.deform_conv2d_deterministic_backward), expected):
         assert torch.equal(result, wanted)
 
