@@ -82,7 +82,7 @@ def bello_2019(recorded: Sequence[Call]) -> int:
             total += call.products
         elif call.operator in ("aten.convolution", "aten.addmm"):
             total += call.operations
-        elif call.operator not in ("aten.bmm", _BATCH_NORM, _RELU):  # bmm: the relative logits
+        elif call.operator not in ("aten.bmm", "aten.baddbmm", _BATCH_NORM, _RELU):  # products with relative positions
             raise _unknown(call, "Bello et al. (2019)")
     return total
 
