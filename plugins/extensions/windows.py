@@ -52,15 +52,22 @@ class Window(NamedTuple):
             offset: (B, H', W', G, K, 2) of (x, y). Points are in columns: the kernel's first column comes first.
             mask: (B, H', W', G, K).
         """
-        return deformable_attention(*self._operands(input, offset, mask)).view(*offset.shape[:3], -1).to(input.dtype)
+        sums = deformable_attention(*self._operands(input, offset, mask))
+        return sums.view(*offset.shape[:3], input.shape[3]).to(input.dtype)
 
     def sample_gradients(self, grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor) -> list[Tensor]:
-        """Return the gradients of input, offset and mask for that of the output, in float32 or wider."""
+        """Return the gradients of input, offset and mask for that of the output, in float32 or wider.
+
+        Samples exactly at row or column -1 have none, as in the compiled functions. While offsets are 0, as at the
+        start of a training, these are the points in the padding next to the map.
+        """
         value, shapes, locations, weights = self._operands(input, offset, mask)
-        grad_output = grad_output.reshape(*locations.shape[:2], -1).to(value.dtype)
+        grad_output = grad_output.reshape(*locations.shape[:2], input.shape[3]).to(value.dtype)
         grads = gradients(grad_output, value, shapes, locations, weights)
         scale = self.offset_scale / locations.new_tensor(shapes[0][::-1])
-        return [grads[0].view_as(input), grads[1].view_as(offset) * scale, grads[2].view_as(mask)]
+        outside = (self._points(offset, value.dtype) == -1).any(-1, keepdim=True)
+        grad_offset = (grads[1].view_as(offset) * scale).masked_fill(outside, 0)
+        return [grads[0].view_as(input), grad_offset, grads[2].view_as(mask)]
 
     def _operands(
         self, input: Tensor, offset: Tensor, mask: Tensor
@@ -68,14 +75,19 @@ class Window(NamedTuple):
         """Return the operands of ``deformable_attention``; half precision is computed in float32, as compiled."""
         dtype = torch.promote_types(input.dtype, torch.float32)
         (B, H, W, _), Q = input.shape, offset.shape[1] * offset.shape[2]
-        points = self._corners(offset.to(dtype)) + offset.to(dtype) * self.offset_scale
+        points = self._points(offset, dtype)
         locations = (points + 0.5) / points.new_tensor([W, H])
         if not torch.onnx.is_in_onnx_export():
             # Offsets start as zero: a point on a pixel must not be rounded to its left, where it has another gradient.
             locations = torch.nextafter(locations, torch.full_like(locations, torch.inf))
         value = input.to(dtype).reshape(B, H * W, self.group, self.group_channels)
-        samples = locations.view(B, Q, self.group, 1, -1, 2), mask.to(dtype).reshape(B, Q, self.group, 1, -1)
-        return value, [(H, W)], *samples
+        samples = B, Q, self.group, 1, self.points
+        return value, [(H, W)], locations.view(*samples, 2), mask.to(dtype).reshape(samples)
+
+    def _points(self, offset: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the points in pixels, (B, H', W', G, K, 2) of (x, y)."""
+        offset = offset.to(dtype)
+        return self._corners(offset) + offset * self.offset_scale
 
     def _corners(self, offset: Tensor) -> Tensor:
         """Return the points without offsets in pixels, (H', W', 1, K, 2) of (x, y)."""
