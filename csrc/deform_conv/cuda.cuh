@@ -259,7 +259,7 @@ struct CudaKernels {
 struct DeterministicCudaKernels : CudaKernels {
   // A block's terms are products of a gradient of a column and a bilinear weight times mask. At most those of
   // all taps of the block's pixels of one image reach one sum. Blocks follow one another, so their values are
-  // added in float32.
+  // added in float32. The integers take twice the memory of a chunk's sums, beside these.
   static void sample_backward(const Geometry& g, const Tensor& input, const Tensor& offset,
                               const Tensor& mask, const Tensor& grad_columns, const Tensor& columns,
                               const Tensor& grad_input, const Tensor& grad_offset, const Tensor& grad_mask,
