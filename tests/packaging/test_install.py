@@ -144,6 +144,7 @@ def test_a_mixture_of_package_lines_is_refused(environment, pip, toolkit, there,
         ({}, "timm", "torch is not installed: first run `pip install torch`"),
         ({"torch": "2.4.1+cu121"}, "mm", r"mm: torch >= 2.5 is needed, but 2.4.1\+cu121 is installed"),
         ({"torch": "2.0.1"}, "timm", "timm: torch >= 2.1 is needed"),
+        ({"torch": "2.5.1"}, "transformers", "needs torch >= 2.6, but 2.5.1 is installed: first run `pip"),
     ],
 )
 def test_torch_is_needed_first(monkeypatch, pip, versions, toolkit, message):
