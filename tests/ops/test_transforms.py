@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins import ops
+from tests.helpers.operator_checks import relative_error
 from tests.ops.contract_examples import EXAMPLES, OPERATORS
 from tests.ops.test_contract import Calls
 
@@ -44,6 +45,26 @@ def assert_equal(actual, expected) -> None:
 def by_autograd(function, floats, **options) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in floats]
     return torch.autograd.grad(function(*leaves), leaves, **options)
+
+
+@every_example
+def test_second_gradients_with_a_graph(name):
+    """The gradient of the output is a function of the arguments then, and one argument of the other."""
+    call = Call(name, "tiny")
+
+    def third(*floats: Tensor) -> tuple[Tensor, ...]:
+        first, *rest = leaves = [t.detach().requires_grad_() for t in floats]
+        terms = first, *[t + first.sum() / 100 for t in rest]
+        total = call.loss(*terms)
+        for _ in range(2):
+            total = sum(g.square().sum() for g in torch.autograd.grad(total, terms, create_graph=True))
+        return torch.autograd.grad(total, leaves)
+
+    ours = third(*call.floats)
+    with ops.backend("reference"):
+        expected = third(*call.floats)
+    for found, wanted in zip(ours, expected):
+        assert relative_error(found, wanted) < 1e-9
 
 
 @every_example

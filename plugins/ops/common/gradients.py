@@ -151,8 +151,11 @@ def second_gradients(
         return _transformed_second_gradients(reference, saved, needs, wanted, grads)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
+        # Views have the history of what they view, but none of each other's: grad_output may be a function of the
+        # terms, and two terms may be one tensor.
         grad_output, *terms = (
-            t if t is None or (create_graph and t.requires_grad) else t.detach().requires_grad_() for t in saved
+            t if t is None else t.view_as(t) if create_graph and t.requires_grad else t.detach().requires_grad_()
+            for t in saved
         )
         output = reference(*terms)
         chosen = [(t, g) for t, g, need in zip(terms, grads, needs) if t is not None and need and g is not None]
