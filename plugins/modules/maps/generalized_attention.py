@@ -1,6 +1,6 @@
 """Generalized attention on maps: any of the four terms of Transformer attention (Zhu et al. 2019).
 
-Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, Wk) keys, D offsets of one axis.
+Shapes: B batch, C channels, M heads, d width per head, (Hq, Wq) queries, (Hk, Wk) keys.
 """
 
 from __future__ import annotations

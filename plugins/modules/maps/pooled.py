@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from ...ops.common.arguments import under_autocast
-from ...ops.common.gradients import is_batched_gradient, transformed
+from ...ops.common.gradients import transformed
 from .joined import may_leave_out
 
 # Weights of a mean over more pixels may be below float16's normal numbers, 2**-14.
@@ -35,7 +35,7 @@ def pooled_attention(x: Tensor, vector: Tensor, key: nn.Module, value: nn.Module
     Returns:
         (B, F, 1, 1) in the dtype of the weights; None if the layers have to be called one by one.
     """
-    if transformed() or forward_ad._current_level >= 0 or not may_leave_out(key, value, output):
+    if not may_leave_out(key, value, output):
         return None
     terms = x, vector, key.weight, value.weight, output.weight, output.bias
     if any(t is None or t.dtype != vector.dtype for t in terms[1:]):
@@ -49,7 +49,10 @@ def _pooled(x: Tensor, vector: Tensor, key: Tensor, value: Tensor, weight: Tenso
     if x.dtype == torch.float16 and (x.is_cpu or pixels.shape[2] > _MOST_HALF_PIXELS):
         pixels = pixels.float()
     M, d = vector.shape
-    return _Pooled.apply(pixels, vector, key.view(M, d, -1), value.view(M, d, -1), weight.flatten(1), bias)
+    terms = pixels, vector, key.view(M, d, -1), value.view(M, d, -1), weight.flatten(1), bias
+    if transformed() or forward_ad._current_level >= 0:
+        return _steps(*terms)[0]
+    return _Pooled.apply(*terms)
 
 
 def _steps(pixels: Tensor, vector: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
@@ -73,7 +76,7 @@ def _steps(pixels: Tensor, vector: Tensor, key: Tensor, value: Tensor, weight: T
 
 
 class _Pooled(torch.autograd.Function):
-    """:func:`_steps` as one node, whose gradient of the pixels is one sum of products."""
+    """:func:`_steps` as one node, whose gradient of the pixels is a sum within a product."""
 
     @staticmethod
     def forward(ctx: Any, *terms: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ class _Pooled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         pixels, vector, key, value, weight, bias, by_pixel, weights, means, mixed = ctx.saved_tensors
-        if torch.is_grad_enabled() or is_batched_gradient(grad):
+        if torch.is_grad_enabled():
             return _differentiated((pixels, vector, key, value, weight, bias), grad)
         B = len(pixels)
         grad_mixed = torch.mm(weight.t(), grad.t()).view(*vector.shape, B)
@@ -109,9 +112,7 @@ class _Pooled(torch.autograd.Function):
 
 
 def _differentiated(terms: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
-    """Return the gradients by PyTorch, for second derivatives and for stacks of gradients."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        leaves = [t if create_graph and t.requires_grad else t.detach().requires_grad_() for t in terms]
-        output, *_ = _steps(*leaves)
-        return torch.autograd.grad(output, leaves, grad, create_graph=create_graph)
+    """Return the gradients by PyTorch, for second derivatives."""
+    leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in terms]
+    output, *_ = _steps(*leaves)
+    return torch.autograd.grad(output, leaves, grad, create_graph=True)
