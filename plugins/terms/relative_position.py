@@ -159,7 +159,7 @@ class _BothAxes(torch.autograd.Function):
         grad_query = grad_table = None
         if ctx.needs_input_grad[0]:
             cast = _cast(table, query) if torch.is_grad_enabled() else ctx.cast
-            grad_query = _product(total, cast.mT, ctx.scale).view(M, B, H, W, -1).transpose(0, 1)
+            grad_query = _product(total, cast.mT, ctx.scale).view(M, B, H, W, query.shape[4]).transpose(0, 1)
         if ctx.needs_input_grad[1] and table.shape[0] == M:
             grad_table = _product(_by_head(query).mT, total, ctx.scale).to(table.dtype)
         elif ctx.needs_input_grad[1]:

@@ -12,10 +12,10 @@ from attn_plugins.terms.relative_position import both_axes_logits
 SIZES = [((3, 4), (3, 4)), ((1, 5), (2, 5)), ((4, 2), (1, 1)), ((1, 1), (1, 1))]
 
 
-def operands(queries, keys, heads: int, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+def operands(queries, keys, heads: int, dtype=torch.float64, batch: int = 2) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)
     offsets = sum(queries) + sum(keys) - 2
-    query = torch.randn(2, *queries, 3, 4, dtype=dtype).permute(0, 3, 1, 2, 4)
+    query = torch.randn(batch, *queries, 3, 4, dtype=dtype).permute(0, 3, 1, 2, 4)
     return query.requires_grad_(), torch.randn(heads, 4, offsets, dtype=dtype, requires_grad=True)
 
 
@@ -34,10 +34,10 @@ def by_loops(query: Tensor, table: Tensor, keys, scale: float) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("few", [True, False], ids=["one product", "two"])
 @pytest.mark.parametrize("heads", [1, 3])
-@pytest.mark.parametrize("queries, keys", SIZES)
-def test_equals_the_definition(queries, keys, heads, few, monkeypatch):
+@pytest.mark.parametrize("queries, keys, batch", [(*sizes, 2) for sizes in SIZES] + [(*SIZES[0], 0)])
+def test_equals_the_definition(queries, keys, batch, heads, few, monkeypatch):
     monkeypatch.setattr(relative_position, "_FEW_LINES", 128 if few else 0)
-    query, table = operands(queries, keys, heads)
+    query, table = operands(queries, keys, heads, batch=batch)
     ours, expected = both_axes_logits(query, table, keys, 0.5), by_loops(query, table, keys, 0.5)
     torch.testing.assert_close(ours, expected)
     grads = [torch.randn_like(logits) for logits in expected]
