@@ -136,9 +136,14 @@ def test_strided_inputs_and_an_empty_batch(name):
     spread = lambda t: torch.stack((t, t), -1)[..., 0] if isinstance(t, Tensor) else t  # noqa: E731
     for output, expected in zip(call(module, pytree.tree_map(spread, arguments)), call(module, arguments)):
         torch.testing.assert_close(output, expected)
-    empty = call(module, pytree.tree_map(partial(_without_batch, name), arguments))
+    arguments = pytree.tree_map(partial(_without_batch, name), arguments)
+    leaves = [t.requires_grad_() for t in floating(arguments)]
+    empty = call(module, arguments)
     assert empty
     assert all(0 in t.shape for t in empty)
+    total, leaves = sum(t.sum() for t in empty), [*leaves, *module.parameters()]
+    for grad, leaf in zip(torch.autograd.grad(total, leaves, allow_unused=True), leaves):
+        assert grad is None or (grad.shape == leaf.shape and not grad.any())
 
 
 @pytest.mark.parametrize("name", MAPS)
