@@ -113,6 +113,7 @@ class _Pooled(torch.autograd.Function):
 
 def _differentiated(terms: tuple[Tensor, ...], grad: Tensor) -> tuple[Tensor, ...]:
     """Return the gradients by PyTorch, for second derivatives."""
-    leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in terms]
+    # Views have no history of each other, as pixels have of weights that two layers share.
+    leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in terms]
     output, *_ = _steps(*leaves)
     return torch.autograd.grad(output, leaves, grad, create_graph=True)

@@ -77,6 +77,18 @@ def test_means_of_pixels_equal_projected_pixels(options, shape, other, layout, c
     torch.testing.assert_close(second, expected)
 
 
+def test_gradients_with_a_graph_of_a_layer_that_is_called_twice():
+    module, x = built(), drawn_map(2, 8, 5, 4)
+    orders = []
+    for layer in (module, projected(module)):
+        leaves, total = [*layer.parameters()], layer(layer(x)).square().sum()
+        for _ in range(3):
+            grads = torch.autograd.grad(total, leaves, create_graph=True)
+            total = sum(g.square().sum() for g in grads)
+            orders.append(grads)
+    torch.testing.assert_close(orders[:3], orders[3:])
+
+
 def test_the_gradient_of_a_map_has_its_format():
     module = built(dtype=torch.float32)
     for layout in (torch.contiguous_format, torch.channels_last):
