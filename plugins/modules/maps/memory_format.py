@@ -120,8 +120,7 @@ class _ScaledSum(torch.autograd.Function):
         else:  # of one pixel: no product has more
             converted = grad.sum((2, 3), keepdim=True, dtype=output.dtype)
         grad_scale = (converted * output).sum(dtype=scale.dtype).view_as(scale) if needs_scale else None
-        grad_output = (scale.view(()) * converted).to(output.dtype) if needs_output else None
-        return grad, grad_scale, grad_output
+        return grad, grad_scale, scale.view(()) * converted if needs_output else None
 
 
 def _matrices(x: Tensor, contiguous: bool) -> Tensor:

@@ -109,6 +109,26 @@ def test_a_scaled_sum_of_several_dtypes(dtypes, size, device):
     for ours, theirs in zip(grads, wanted):
         atol = 0.01 * (theirs.abs().max().item() if theirs.dim() > 1 else grad.numel() ** 0.5)  # products are rounded
         torch.testing.assert_close(ours.float(), theirs, rtol=0.01, atol=atol)
+    if output.dtype == F32 and output.shape != x.shape:  # summed in float32
+        torch.testing.assert_close(grads[1:], wanted[1:])
+    x, scale, output = (t.detach() for t in terms)
+    mapped = torch.vmap(lambda x, output: add_scaled(x, scale, output))(x[:, None], output[:, None])
+    assert mapped.dtype == x.dtype
+    torch.testing.assert_close(mapped[:, 0], total, rtol=0.01, atol=0.03)
+    (grad_x,) = torch.autograd.grad(add_scaled(x.requires_grad_(), scale, output), x, grad)
+    assert torch.equal(grad_x, grad)
+
+
+def test_a_kernels_scale_has_the_dtype_of_the_map(monkeypatch):
+    scales = []
+    monkeypatch.setattr(transposition, "has_kernel", lambda tensor: True)
+    monkeypatch.setattr(
+        transposition, "transposed", lambda maps, addend, scale: scales.append(scale) or addend + scale * maps.mT
+    )
+    x, scale = torch.randn(2, 33, 5, 3, dtype=BF16), torch.tensor([0.3])
+    total = add_scaled(x, scale, x.contiguous(memory_format=torch.channels_last))
+    assert [s.dtype for s in scales] == [BF16]
+    torch.testing.assert_close(total, 1.3 * x, rtol=0.01, atol=0.01)
 
 
 class Negated(nn.Conv2d):
