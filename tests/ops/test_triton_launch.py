@@ -19,6 +19,14 @@ def test_tensors_of_the_cpu_are_refused_in_words_unless_asked_for():
     assert triton_launch.refusal(tensor) == "its kernels are for CUDA, and the tensors are on cpu"
 
 
+def test_no_plans_are_made_of_calls_that_launch_nothing_or_are_recorded():
+    assert triton_launch.state(torch.zeros(1)) is None
+    with backends.backend("triton"):
+        assert triton_launch.state(torch.zeros(1)) is not None
+        with triton_launch.recorded():
+            assert triton_launch.state(torch.zeros(1)) is None
+
+
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here, not interpreted")
 def test_the_interpreter_takes_tensors_of_the_cpu():

@@ -98,3 +98,11 @@ def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
         assert triton_global.refuses(without, Options(1.0)) is None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert triton_global.refuses(without, Options(1.0)) is None
+
+
+@pytest.mark.parametrize("dtype, numbers", [(torch.float32, 4), (torch.float16, 8)])
+def test_strides_of_one_image_or_head_are_no_alignment(dtype, numbers):
+    """They are multiplied by 0, whatever they are."""
+    shape = triton_global._Shape(B=1, M=1, Hq=2, Wq=3, Hk=2, Wk=3, D=16, DV=16)
+    key = torch.zeros(96, dtype=dtype).as_strided((1, 1, 2, 3, 16), (5, 7, 48, 16, 1))
+    assert triton_global._alignment({"key": triton_global._strides("key", key, shape)}, dtype) == numbers

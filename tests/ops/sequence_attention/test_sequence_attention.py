@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attn_plugins.ops import reference, sequence_attention
 from attn_plugins.ops.common import chunks
+from attn_plugins.ops.sequence_attention import cpu
 from tests.helpers.operator_checks import given
 from tests.ops.sequence_attention.operands import TERMS, attend, gradients, operands, padding, taking
 
@@ -212,3 +213,11 @@ def test_gradients_of_queries_far_behind_all_keys():
     assert not output.any()
     for grad in torch.autograd.grad(output.sum(), [*terms, band]):
         assert not grad.any()
+
+
+SLOTS = [(1, 1, 4800, 16), (2, 4, 4800, 2), (1, 1, 100, 3), (3, 8, 4800, 1), (0, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("B, M, T, slots", SLOTS)
+def test_few_heads_are_divided_among_threads(B, M, T, slots):
+    assert cpu._slots(B, M, T) == slots
