@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -136,7 +137,14 @@ inline Tensor as_contiguous(const Tensor& self) {
 
 // Returns whether a map (N, C, H, W) is channels-last, and not contiguous as well.
 inline bool is_channels_last(const Tensor& self) {
-  return self.dim() == 4 && !self.is_contiguous() && permuted(self, {0, 2, 3, 1}).is_contiguous();
+  if (self.dim() != 4 || self.is_contiguous()) return false;
+  const auto sizes = self.sizes(), strides = self.strides();
+  int64_t stride = 1;
+  for (const size_t axis : {1, 3, 2, 0}) {
+    if (sizes[axis] != 1 && strides[axis] != stride) return false;
+    stride *= sizes[axis];
+  }
+  return true;
 }
 
 // `self`, or a copy of the same strides in another dtype.
@@ -159,6 +167,11 @@ inline void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
 // out[g] = a[g] @ b[g].
 inline void bmm_out(const Tensor& out, const Tensor& a, const Tensor& b) {
   call("aten::bmm", "out", a, b, out);
+}
+
+// out = a @ weight^T + bias.
+inline void linear_out(const Tensor& out, const Tensor& a, const Tensor& weight, const Tensor& bias) {
+  call("aten::linear", "out", a, weight, std::optional<Tensor>(bias), out);
 }
 
 // a + b with broadcasting. The stable dispatcher cannot pass a Scalar, which rules out add_ and addmm.

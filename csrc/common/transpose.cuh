@@ -15,42 +15,53 @@
 namespace attn_plugins {
 
 // Rows and columns of a block's tile: with 2-byte elements, larger tiles keep as many bytes in flight.
+constexpr int tile_side(int64_t element_bytes) {
+  return element_bytes == 2 ? 64 : 32;
+}
 template <class T>
-constexpr int kTile = sizeof(T) == 2 ? 64 : 32;
+constexpr int kTile = tile_side(sizeof(T));
+
+// A block's tile, with an odd number of words per row: no bank conflicts.
+template <class T>
+using Tile = T[kTile<T>][kTile<T> + (sizeof(T) == 2 ? 2 : 1)];
 
 // Writes the contiguous out (images, columns, rows) from in (images, rows, columns), whose elements lie at
-// image * image_stride + row * row_stride + column. A sum is that times the one element of `scale`, plus
-// `addend`, which lies as out does, where they are not nullptr. A thread keeps its column and steps through
-// rows by additions to a pointer: with products and checks for each element, these took most of the time.
-template <bool kSum, class In, class Out>
-__global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const In* __restrict__ in, Out* __restrict__ out, const Out* __restrict__ addend,
-                     const Out* __restrict__ scale, int64_t rows, int64_t columns, int64_t image_stride,
-                     int64_t row_stride, Divisor row_tiles, Divisor column_tiles) {
+// image * image_stride + row * row_stride + column.
+struct Transposition {
+  const void* in;
+  void* out;
+  int64_t rows, columns, image_stride, row_stride;
+  Divisor row_tiles, column_tiles;
+};
+
+// Transposes tile `number`. A sum is that times the one element of `scale`, plus `addend`, which lies as out
+// does, where they are not nullptr. A thread keeps its column and steps through rows by additions to a
+// pointer: with products and checks for each element, these took most of the time.
+template <class In, bool kSum, class Out>
+__device__ __forceinline__ void transpose_tile(const Transposition& t, int number, Tile<Out>& tile,
+                                               const Out* addend, const Out* scale) {
   constexpr int kSide = kTile<Out>, kStep = kThreads / kSide, kEach = kSide / kStep;
-  // An odd number of words per row: no bank conflicts.
-  __shared__ Out tile[kSide][kSide + (sizeof(Out) == 2 ? 2 : 1)];
   int row_tile, column_tile;
-  const int64_t image =
-      row_tiles.divide(column_tiles.divide(static_cast<int>(blockIdx.x), &column_tile), &row_tile);
+  const int64_t image = t.row_tiles.divide(t.column_tiles.divide(number, &column_tile), &row_tile);
   const int64_t row = int64_t(row_tile) * kSide, column = int64_t(column_tile) * kSide;
-  const int high = static_cast<int>(min(rows - row, int64_t(kSide)));
-  const int wide = static_cast<int>(min(columns - column, int64_t(kSide)));
+  const int high = static_cast<int>(min(t.rows - row, int64_t(kSide)));
+  const int wide = static_cast<int>(min(t.columns - column, int64_t(kSide)));
   const int x = threadIdx.x % kSide, y = threadIdx.x / kSide;
 
   const auto run = [&](auto whole) {  // a tile without checks, or one that is cut off
-    const In* from = in + image * image_stride + (row + y) * row_stride + column + x;
-    const int64_t first = (image * columns + column + y) * rows + row + x;
+    const In* from =
+        static_cast<const In*>(t.in) + image * t.image_stride + (row + y) * t.row_stride + column + x;
+    const int64_t first = (image * t.columns + column + y) * t.rows + row + x;
     In loaded[kEach] = {};
     Out added[kEach] = {};
 #pragma unroll
-    for (int i = 0; i < kEach; ++i, from += kStep * row_stride) {  // these loads are in flight together
+    for (int i = 0; i < kEach; ++i, from += kStep * t.row_stride) {  // these loads are in flight together
       if (whole || (x < wide && y + i * kStep < high)) loaded[i] = *from;
     }
     if (kSum && addend) {
       const Out* other = addend + first;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i, other += kStep * rows) {
+      for (int i = 0; i < kEach; ++i, other += kStep * t.rows) {
         if (whole || (x < high && y + i * kStep < wide)) added[i] = *other;
       }
     }
@@ -64,9 +75,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
     const accumulate_t<Out> factor = kSum && scale ? widen(*scale) : accumulate_t<Out>(1);
-    Out* to = out + first;
+    Out* to = static_cast<Out*>(t.out) + first;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i, to += kStep * rows) {
+    for (int i = 0; i < kEach; ++i, to += kStep * t.rows) {
       if (!whole && (x >= high || y + i * kStep >= wide)) continue;
       const Out value = tile[x][y + i * kStep];
       *to = kSum ? narrow_to<Out>(widen(value) * factor + widen(added[i])) : value;
@@ -77,6 +88,13 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     run(std::false_type());
   }
+}
+
+template <bool kSum, class T>
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const Transposition t, const T* addend, const T* scale) {
+  __shared__ Tile<T> tile;
+  transpose_tile<T, kSum>(t, static_cast<int>(blockIdx.x), tile, addend, scale);
 }
 
 // sum += part; both are contiguous.
@@ -123,29 +141,17 @@ __global__ void __launch_bounds__(kThreads)
 
 namespace {
 
-// Transposes `in` (images, rows, columns), of the given strides, into the contiguous out (images, columns,
-// rows), as transpose_kernel does. `in` has out's dtype, or holds float sums of half gradients.
-inline void transpose_images(const Tensor& in, const Tensor& out, int64_t images, int64_t rows,
-                             int64_t columns, int64_t image_stride, int64_t row_stride,
-                             const Tensor& addend = Tensor(), const Tensor& scale = Tensor()) {
-  if (images * rows * columns == 0) return;
-  for_type(out.scalar_type(), [&](auto zero) {
-    using Out = decltype(zero);
-    const int64_t row_tiles = divide_up(rows, kTile<Out>), column_tiles = divide_up(columns, kTile<Out>);
-    const auto run = [&](auto from) {
-      using In = decltype(from);
-      const auto kernel = addend.defined() || scale.defined() ? transpose_kernel<true, In, Out>
-                                                              : transpose_kernel<false, In, Out>;
-      launch(kernel, images * row_tiles * column_tiles, data_of<const In>(in), data_of<Out>(out),
-             data_of<const Out>(addend), data_of<const Out>(scale), rows, columns, image_stride, row_stride,
-             Divisor(row_tiles), Divisor(column_tiles));
-    };
-    if (in.scalar_type() == out.scalar_type()) {
-      run(Out());
-    } else {
-      run(accumulate_t<Out>());
-    }
-  });
+// Returns the transposition of `in` (images, rows, columns), of the given strides, into the contiguous out
+// (images, columns, rows), and stores the number of its tiles.
+inline Transposition transposition(const Tensor& in, const Tensor& out, int64_t images, int64_t rows,
+                                   int64_t columns, int64_t image_stride, int64_t row_stride,
+                                   int64_t* tiles) {
+  const int64_t side = tile_side(out.element_size());
+  const int64_t row_tiles = divide_up(rows, side), column_tiles = divide_up(columns, side);
+  *tiles = images * row_tiles * column_tiles;
+  if (*tiles == 0) return {};
+  return {in.data_ptr(),      out.data_ptr(),       rows, columns, image_stride, row_stride,
+          Divisor(row_tiles), Divisor(column_tiles)};
 }
 
 // Returns the contiguous transposes (N, columns, rows) of `in` (N, rows, columns), times `scale`, of one
@@ -155,8 +161,15 @@ inline Tensor transposed_matrices(const Tensor& in, std::optional<Tensor> addend
   const int64_t images = in.size(0), rows = in.size(1), columns = in.size(2);
   const Tensor from = columns == 1 || in.stride(2) == 1 ? in : torch::stable::contiguous(in);
   const Tensor out = torch::stable::new_empty(in, std::vector<int64_t>{images, columns, rows});
-  transpose_images(from, out, images, rows, columns, from.stride(0), from.stride(1),
-                   addend ? torch::stable::contiguous(*addend) : Tensor(), scale.value_or(Tensor()));
+  const Tensor other = addend ? torch::stable::contiguous(*addend) : Tensor();
+  int64_t tiles = 0;
+  const Transposition t =
+      transposition(from, out, images, rows, columns, from.stride(0), from.stride(1), &tiles);
+  for_type(out.scalar_type(), [&](auto zero) {
+    using T = decltype(zero);
+    const auto kernel = addend || scale ? transpose_kernel<true, T> : transpose_kernel<false, T>;
+    launch(kernel, tiles, t, data_of<const T>(other), data_of<const T>(scale.value_or(Tensor())));
+  });
   return out;
 }
 

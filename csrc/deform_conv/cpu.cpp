@@ -129,6 +129,11 @@ struct CpuKernels {
     if (!attn_plugins::onednn_mm_out(out, a, b)) attn_plugins::mm_out(out, a, b);
   }
 
+  static void linear_out(const Tensor& out, const Tensor& a, const Tensor& weight, const Tensor& bias) {
+    mm_out(out, a, transposed(weight));
+    if (bias.defined()) add_bias(out, bias);
+  }
+
   static ScalarType compute_type(const Tensor& t) {
     const ScalarType type = t.scalar_type();
     const bool as_it_is =
@@ -171,18 +176,25 @@ struct CpuKernels {
   static int64_t images_per_copy(const Geometry& g, int64_t) { return g.N; }
   static void add_plane_bias(const Tensor&, const Tensor&) {}
 
-  static Tensor channels_last(const Tensor& t) {
-    if (!t.is_contiguous()) return to_channels_last(t);
-    const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
-    const Tensor copy = empty_like_options(t, {N, H, W, C});
-    transpose_into(copy, view_of(t, {N, C, H * W}, {C * H * W, H * W, 1}));
-    return copy;
-  }
+  // Nothing is launched here, so jobs are done at once.
+  struct Jobs {
+    Tensor channels_last(const Tensor& t) {
+      if (!t.is_contiguous()) return to_channels_last(t);
+      const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
+      const Tensor copy = empty_like_options(t, {N, H, W, C});
+      transpose_into(copy, view_of(t, {N, C, H * W}, {C * H * W, H * W, 1}));
+      return copy;
+    }
 
-  static void channels_first(const Tensor& t, const Tensor& out) {
-    const int64_t N = t.size(0), pixels = t.size(1) * t.size(2), C = t.size(3);
-    transpose_into(out, view_of(t, {N, pixels, C}, {pixels * C, C, 1}));
-  }
+    void channels_first(const Tensor& t, const Tensor& out) {
+      if (!out.is_contiguous()) return copy_to(out, permuted(t, {0, 3, 1, 2}));
+      const int64_t N = t.size(0), pixels = t.size(1) * t.size(2), C = t.size(3);
+      transpose_into(out, view_of(t, {N, pixels, C}, {pixels * C, C, 1}));
+    }
+
+    void zero(const Tensor& sums) { set_zero(sums); }
+    void run() {}
+  };
 
   static void add_bias(const Tensor& rows, const Tensor& bias) {
     const int64_t width = rows.size(1);

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "common/dispatch.cuh"
-#include "common/transpose.cuh"
+#include "common/jobs.cuh"
 #include "cuda_sampling.cuh"
 #include "deform_conv.h"
 
@@ -25,6 +25,16 @@ struct CudaKernels {
   static constexpr bool columns_replace_gradients = true;
 
   static void mm_out(const Tensor& out, const Tensor& a, const Tensor& b) { attn_plugins::mm_out(out, a, b); }
+
+  // cuBLASLt adds the bias to what it writes. A view has no gradient, which `out` operators refuse.
+  static void linear_out(const Tensor& out, const Tensor& a, const Tensor& weight, const Tensor& bias) {
+    if (bias.defined()) {
+      const Tensor row = view_of(bias, sizes_of(bias), strides_of(bias));
+      attn_plugins::linear_out(out, a, weight, row);
+    } else {
+      attn_plugins::mm_out(out, a, transposed(weight));
+    }
+  }
 
   // Approximate number of output pixels per GEMM. The tiles of the GEMM should fill the chip: with tiles of
   // 128 pixels x 64 output channels, one wave is multiprocessors * 128 * 64 / out_channels pixels, and a last
@@ -210,19 +220,25 @@ struct CudaKernels {
     });
   }
 
-  static Tensor channels_last(const Tensor& t) {
-    const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
-    const bool planes = (W == 1 || t.stride(3) == 1) && (H == 1 || t.stride(2) == W);
-    if (is_channels_last(t) || !planes || C == 1 || H * W == 1) return to_channels_last(t);
-    const Tensor out = empty_like_options(t, {N, H, W, C});
-    transpose_images(t, out, N, C, H * W, t.stride(0), t.stride(1));
-    return out;
-  }
+  struct Jobs : attn_plugins::Jobs {
+    Tensor channels_last(const Tensor& t) {
+      const int64_t N = t.size(0), C = t.size(1), H = t.size(2), W = t.size(3);
+      const bool planes = (W == 1 || t.stride(3) == 1) && (H == 1 || t.stride(2) == W);
+      if (!planes || C == 1 || H * W == 1 || is_channels_last(t)) return to_channels_last(t);
+      const Tensor out = empty_like_options(t, {N, H, W, C});
+      transpose(t, out, N, C, H * W, t.stride(0), t.stride(1));
+      return out;
+    }
 
-  static void channels_first(const Tensor& t, const Tensor& out) {
-    const int64_t N = t.size(0), C = t.size(3), pixels = t.size(1) * t.size(2);
-    transpose_images(t, out, N, pixels, C, pixels * C, C);
-  }
+    void channels_first(const Tensor& t, const Tensor& out) {
+      const int64_t N = t.size(0), C = t.size(3), pixels = t.size(1) * t.size(2);
+      if (out.is_contiguous()) {
+        transpose(t, out, N, pixels, C, pixels * C, C);
+      } else {
+        round(t, out);
+      }
+    }
+  };
 
   static void add_bias(const Tensor& rows, const Tensor& bias) {
     const int64_t count = rows.size(0), width = rows.size(1);

@@ -70,21 +70,28 @@ inline Tensor images(const Tensor& t, int64_t start, int64_t count) {
   return t.defined() && t.size(0) != count ? narrowed(t, 0, start, count) : t;
 }
 
-// Rows [start, start + length) of a chunk's (pixels, out_channels), viewed as (G, length, out_channels / G).
+// Matrices of these sizes (groups, rows, columns) and strides in the memory of t from element `offset` on.
+// One group is a matrix (rows, columns), so that products are plain matrix products.
+inline Tensor matrices(const Tensor& t, const Sizes& sizes, const Sizes& strides, int64_t offset = 0) {
+  return sizes[0] == 1 ? view_of(t, {sizes[1], sizes[2]}, {strides[1], strides[2]}, offset)
+                       : view_of(t, sizes, strides, offset);
+}
+
+// The same of contiguous matrices.
+inline Tensor matrices(const Tensor& t, const Sizes& sizes, int64_t offset = 0) {
+  return matrices(t, sizes, contiguous_strides(sizes), offset);
+}
+
+// Matrices (G, length, out_channels / G): rows [start, start + length) of a chunk's (pixels, out_channels).
 inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, const DeformConvGeometry& g) {
   const int64_t width = g.out_channels / g.groups;
-  return view_of(rows, {g.groups, length, width}, {width, g.out_channels, 1}, start * g.out_channels);
+  return matrices(rows, {g.groups, length, width}, {width, g.out_channels, 1}, start * g.out_channels);
 }
 
 // The same pixels of one image's planes (1, out_channels, Ho, Wo), whose channels are not neighbours.
 inline Tensor plane_rows(const Tensor& planes, int64_t start, int64_t length, const DeformConvGeometry& g) {
   const int64_t width = g.out_channels / g.groups, pixels = g.Ho * g.Wo;
-  return view_of(planes, {g.groups, length, width}, {width * pixels, 1, pixels}, start);
-}
-
-// Drops the axis of groups if there is one group, so that products are plain matrix products.
-inline Tensor matrices(const Tensor& t) {
-  return t.size(0) == 1 ? view_of(t, {t.size(1), t.size(2)}, {t.stride(1), t.stride(2)}) : t;
+  return matrices(planes, {g.groups, length, width}, {width * pixels, 1, pixels}, start);
 }
 
 // `count` times the matrix t (rows, columns).
@@ -114,8 +121,7 @@ class __attribute__((visibility("hidden"))) Columns {
       memory_ = empty_like_options(like, {count});
     }
     groups_ = groups, length_ = length;
-    const Sizes sizes = groups == 1 ? Sizes{length, width} : Sizes{groups, length, width};
-    view_ = view_of(memory_, sizes, contiguous_strides(sizes));
+    view_ = matrices(memory_, {groups, length, width});
     return view_;
   }
 
@@ -139,10 +145,13 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static int64_t block_pixels(g, element_bytes)    for the geometry g of a chunk
 //   static constexpr bool columns_replace_gradients
 //       True if sample_backward may overwrite grad_columns with columns.
-//   static Tensor channels_last(t)
+//   static void linear_out(out, a, weight, bias)     out = a @ weight^T + bias, which may be undefined
+//   class Jobs                                       what may run in one launch, done after run():
+//     Tensor channels_last(t)
 //       (N, C, H, W) of any strides -> contiguous (N, H, W, C).
-//   static void channels_first(t, out)
-//       Contiguous (N, H, W, C) -> contiguous out (N, C, H, W) of any dtype.
+//     void channels_first(t, out)
+//       Contiguous (N, H, W, C) -> out (N, C, H, W), contiguous or channels-last, of t's or a narrower dtype.
+//     void zero(sums)
 //   static void sample(g, input, offset, mask, columns, start, length)
 //       Writes bilinear samples times mask of output pixels [start, start + length) to columns
 //       (G, length, K, Cg).
@@ -162,51 +171,50 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //   static ScalarType compute_type(t)                dtype of the computation on t
 
 // (out_channels, Cg, Kh, Kw) -> matrices of (G, out_channels / G, K * Cg).
-template <class Kernels>
-Tensor pack_weight(const Tensor& weight, const DeformConvGeometry& g) {
-  return matrices(reshaped(Kernels::channels_last(weight),
-                           {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()}));
+template <class Jobs>
+Tensor pack_weight(Jobs& jobs, const Tensor& weight, const DeformConvGeometry& g) {
+  return matrices(jobs.channels_last(weight),
+                  {g.groups, g.out_channels / g.groups, g.taps() * g.channels_per_group()});
 }
 
 // The reverse, from contiguous matrices of any dtype.
-template <class Kernels>
-Tensor unpack_weight(const Tensor& packed, const Tensor& like, const DeformConvGeometry& g) {
+template <class Jobs>
+Tensor unpack_weight(Jobs& jobs, const Tensor& packed, const Tensor& like, const DeformConvGeometry& g) {
   const Tensor rows = reshaped(packed, {g.out_channels, g.Kh, g.Kw, g.channels_per_group()});
   const Tensor weight = empty_like_options(like, {g.out_channels, g.channels_per_group(), g.Kh, g.Kw});
-  Kernels::channels_first(rows, weight);
+  jobs.channels_first(rows, weight);
   return weight;
 }
 
-// Convolves one chunk, input (N, C, H, W), into output rows (pixels, out_channels). weight: matrices of
-// (G, K * Cg, out / G).
+// Convolves one chunk, input (N, H, W, C), into contiguous output (N, Ho, Wo, out_channels). weight: matrices
+// of (G, out / G, K * Cg).
 template <class Kernels>
-void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
+void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input, const Tensor& offset,
                         const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output,
                         Columns& memory) {
-  const Tensor input = Kernels::channels_last(input_);
   const int64_t block = Kernels::block_pixels(g, input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
     const Tensor& columns = memory.resize(input, g.groups, length, width);
     Kernels::sample(g, input, offset, mask, columns, start, length);
-    const Tensor rows = length == g.pixels() ? output : narrowed(output, 0, start, length);
+    const Tensor rows = group_rows(output, start, length, g);
     if (g.groups == 1) {
-      Kernels::mm_out(rows, columns, weight);
-    } else {
-      copy_to(group_rows(output, start, length, g), torch::stable::matmul(columns, weight));
+      Kernels::linear_out(rows, columns, weight, bias);
+      continue;
     }
-    if (bias.defined()) Kernels::add_bias(rows, bias);
+    copy_to(rows, torch::stable::matmul(columns, transposed(weight)));
+    if (bias.defined()) {
+      Kernels::add_bias(matrices(output, {1, length, g.out_channels}, start * g.out_channels), bias);
+    }
   }
 }
 
 // Convolves one chunk directly into planes, contiguous output (N, out_channels, Ho, Wo), which saves the rows
-// and their copy. weight: matrices of (G, out / G, K * Cg). A block covers part of one image or several whole
-// images.
+// and their copy. A block covers part of one image or several whole images.
 template <class Kernels>
-void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, const Tensor& offset,
+void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input, const Tensor& offset,
                           const Tensor& mask, const Tensor& weight, const Tensor& output, Columns& memory) {
-  const Tensor input = Kernels::channels_last(input_);
   const int64_t bytes = input.element_size(), pixels = g.Ho * g.Wo;
   const int64_t width = g.taps() * g.channels_per_group();
   DeformConvGeometry one = g;
@@ -214,12 +222,12 @@ void deform_conv2d_planes(const DeformConvGeometry& g, const Tensor& input_, con
   const int64_t most = g.groups == 1 ? Kernels::block_pixels(g, bytes) / std::max<int64_t>(1, pixels) : 1;
   const int64_t together = std::clamp<int64_t>(most, 1, std::max<int64_t>(1, g.N));
   const int64_t block = together > 1 ? pixels : Kernels::block_pixels(one, bytes);
-  const Tensor planes = reshaped(output, {g.N * g.groups, g.out_channels / g.groups, pixels});
   const auto weights = [&](int64_t count) { return count == 1 ? weight : repeated(weight, count); };
   const Tensor factors = weights(together);
   for (int64_t n = 0; n < g.N; n += together) {
     const int64_t count = std::min(together, g.N - n), matrix_count = count * g.groups;
-    const Tensor image = matrices(narrowed(planes, 0, n * g.groups, matrix_count));
+    const Tensor image =
+        matrices(output, {matrix_count, g.out_channels / g.groups, pixels}, n * g.out_channels * pixels);
     for (int64_t start = 0; start < pixels; start += block) {
       const int64_t length = std::min(block, pixels - start);
       const Tensor& columns = memory.resize(input, matrix_count, length, width);
@@ -242,7 +250,8 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor bias = bias_ ? to_dtype(*bias_, type) : Tensor();
-  const Tensor packed = pack_weight<Kernels>(to_dtype(weight_, type), g), weight = transposed(packed);
+  typename Kernels::Jobs jobs;
+  const Tensor weight = pack_weight(jobs, to_dtype(weight_, type), g);
 
   const bool channels_last = is_channels_last(input_);
   const bool planes = !channels_last && Kernels::writes_planes(g, input.element_size());
@@ -253,27 +262,31 @@ Tensor deform_conv2d_driver(const Tensor& input_, const Tensor& offset_, const T
   for (int64_t n = 0; n < g.N; n += chunk) {
     DeformConvGeometry part = g;
     part.N = std::min(chunk, g.N - n);
-    const Tensor out = images(result, n, part.N), in = images(input, n, part.N);
+    const Tensor in = jobs.channels_last(images(input, n, part.N));
+    jobs.run();
+    const Tensor out = images(result, n, part.N);
     const Tensor shifts = images(offset, n, part.N), factors = images(mask, n, part.N);
     if (planes) {
-      deform_conv2d_planes<Kernels>(part, in, shifts, factors, packed, out, columns);
+      deform_conv2d_planes<Kernels>(part, in, shifts, factors, weight, out, columns);
       if (bias.defined()) Kernels::add_plane_bias(out, bias);
       continue;
     }
-    const Tensor rows = channels_last ? permuted(out, {0, 2, 3, 1})
-                                      : empty_like_options(input, {part.N, g.Ho, g.Wo, g.out_channels});
-    deform_conv2d_rows<Kernels>(part, in, shifts, factors, weight, bias,
-                                reshaped(rows, {part.pixels(), g.out_channels}), columns);
-    if (!channels_last) Kernels::channels_first(rows, out);
+    const Tensor rows = channels_last ? out : empty_like_options(input, {part.N, g.Ho, g.Wo, g.out_channels});
+    deform_conv2d_rows<Kernels>(part, in, shifts, factors, weight, bias, rows, columns);
+    if (channels_last) continue;
+    jobs.channels_first(rows, out);
+    jobs.run();
   }
   return to_dtype(result, input_.scalar_type());
 }
 
 // Inputs of a chunk's backward pass, and its gradients, undefined if not needed.
 struct __attribute__((visibility("hidden"))) DeformConvBackward {
-  Tensor grad_output, input, offset, mask;  // (N, channels, height, width)
-  Tensor grad_input;                        // (N, H, W, C), of dtype accumulate_type, accumulated
-  Tensor grad_offset, grad_mask;            // overwritten
+  Tensor input, grad_output;      // (N, H, W, C); (N, Ho, Wo, out_channels), or one image's planes
+  bool planes;                    // whether grad_output is (1, out_channels, Ho, Wo)
+  Tensor offset, mask;            // (N, channels, Ho, Wo)
+  Tensor grad_input;              // (N, H, W, C), of dtype accumulate_type, accumulated
+  Tensor grad_offset, grad_mask;  // overwritten
 };
 
 // Shared by the chunks of the backward pass: memory for columns and their gradients (grad_columns serves both
@@ -289,35 +302,27 @@ struct __attribute__((visibility("hidden"))) DeformConvSums {
 template <class Kernels>
 void deform_conv2d_backward_rows(const DeformConvGeometry& g, const DeformConvBackward& c,
                                  const Tensor& weight, bool needs_weight, DeformConvSums& sums) {
-  const Tensor input = Kernels::channels_last(c.input);
-  const bool planes =
-      g.N == 1 && c.grad_output.is_contiguous() && Kernels::reads_planes(g, input.element_size());
-  const Tensor grad_output =
-      planes ? c.grad_output : reshaped(Kernels::channels_last(c.grad_output), {g.pixels(), g.out_channels});
-  const int64_t block = Kernels::block_pixels(g, input.element_size());
+  const int64_t block = Kernels::block_pixels(g, c.input.element_size());
   const int64_t width = g.taps() * g.channels_per_group();
   const bool needs_columns = c.grad_input.defined() || c.grad_offset.defined();
   for (int64_t start = 0; start < g.pixels(); start += block) {
     const int64_t length = std::min(block, g.pixels() - start);
-    // (G, length, out / G), or a matrix for one group
-    const Tensor grad_rows = planes                 ? matrices(plane_rows(grad_output, start, length, g))
-                             : g.groups > 1         ? group_rows(grad_output, start, length, g)
-                             : length == g.pixels() ? grad_output
-                                                    : narrowed(grad_output, 0, start, length);
+    const Tensor grad_rows =
+        c.planes ? plane_rows(c.grad_output, start, length, g) : group_rows(c.grad_output, start, length, g);
     Tensor grad_columns, columns;
     if (needs_columns) {
-      grad_columns = sums.grad_columns.resize(input, g.groups, length, width);
+      grad_columns = sums.grad_columns.resize(c.input, g.groups, length, width);
       product_out<Kernels>(grad_columns, grad_rows, weight);
     }
     if (needs_weight) {
       const bool replace = Kernels::columns_replace_gradients && needs_columns;
-      columns = replace ? grad_columns : sums.columns.resize(input, g.groups, length, width);
+      columns = replace ? grad_columns : sums.columns.resize(c.input, g.groups, length, width);
     }
     if (needs_columns) {
-      Kernels::sample_backward(g, input, c.offset, c.mask, grad_columns, columns, c.grad_input, c.grad_offset,
-                               c.grad_mask, start, length);
+      Kernels::sample_backward(g, c.input, c.offset, c.mask, grad_columns, columns, c.grad_input,
+                               c.grad_offset, c.grad_mask, start, length);
     } else if (needs_weight) {
-      Kernels::sample(g, input, c.offset, c.mask, columns, start, length);
+      Kernels::sample(g, c.input, c.offset, c.mask, columns, start, length);
     }
     if (!needs_weight) continue;
     const bool first = !sums.grad_weight.defined();
@@ -346,7 +351,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver
   const Tensor offset = to_dtype(offset_, type);
   const Tensor mask = mask_ ? to_dtype(*mask_, type) : Tensor();
   const Tensor grad_output = to_dtype(grad_output_, type);
-  const Tensor weight = pack_weight<Kernels>(to_dtype(weight_, type), g);
+  typename Kernels::Jobs before, after;  // a chunk's samples
+  const Tensor weight = pack_weight(before, to_dtype(weight_, type), g);
   const ScalarType sum_type = Kernels::accumulate_type(input);
 
   DeformConvSums sums;
@@ -359,38 +365,36 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver
     if (mask_) grad_mask = like(mask);
   }
 
-  const int64_t chunk = Kernels::images_per_chunk(g, input.element_size());
+  const int64_t bytes = input.element_size(), chunk = Kernels::images_per_chunk(g, bytes);
   for (int64_t n = 0; n < g.N; n += chunk) {
     DeformConvGeometry part = g;
     part.N = std::min(chunk, g.N - n);
-    DeformConvBackward c{images(grad_output, n, part.N),
-                         images(input, n, part.N),
+    after.run();  // frees the previous chunk's sums
+    const Tensor out = images(grad_input, n, part.N);
+    DeformConvBackward c{before.channels_last(images(input, n, part.N)),
+                         images(grad_output, n, part.N),
+                         part.N == 1 && grad_output.is_contiguous() && Kernels::reads_planes(g, bytes),
                          images(offset, n, part.N),
                          images(mask, n, part.N),
                          Tensor(),
                          images(grad_offset, n, part.N),
                          images(grad_mask, n, part.N)};
-    Tensor out = images(grad_input, n, part.N);
-    if (in_place && needs_input) {
-      c.grad_input = permuted(out, {0, 2, 3, 1});
-      set_zero(c.grad_input);
-    } else if (needs_input) {
-      c.grad_input = zeros_like_options(input, {part.N, g.H, g.W, g.C}, sum_type);
+    if (!c.planes) c.grad_output = before.channels_last(c.grad_output);
+    if (needs_input) {
+      c.grad_input = in_place ? out : empty_like_options(input, {part.N, g.H, g.W, g.C}, sum_type);
+      before.zero(c.grad_input);
     }
+    before.run();
     deform_conv2d_backward_rows<Kernels>(part, c, weight, needs_weight, sums);
-    if (!needs_input || in_place) continue;
-    if (channels_last) {
-      copy_to(out, permuted(c.grad_input, {0, 3, 1, 2}));
-    } else {
-      Kernels::channels_first(c.grad_input, out);
-    }
+    if (needs_input && !in_place) after.channels_first(c.grad_input, out);
   }
 
   const ScalarType out = input_.scalar_type();
   if (needs_weight) {
-    grad_weight = sums.grad_weight.defined() ? unpack_weight<Kernels>(sums.grad_weight, weight, g)
+    grad_weight = sums.grad_weight.defined() ? unpack_weight(after, sums.grad_weight, weight, g)
                                              : zeros_like_options(weight, sizes_of(weight_));
   }
+  after.run();
   return {needs_input ? to_dtype(grad_input, out) : none(),
           needs_offset ? to_dtype(grad_offset, out) : none(),
           needs_weight ? to_dtype(grad_weight, out) : none(),
