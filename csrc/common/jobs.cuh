@@ -3,7 +3,6 @@
 #pragma once
 
 #include <array>
-#include <limits>
 
 #include "transpose.cuh"
 
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, 6) jobs_kernel(const JobList list) {
 
 namespace {
 
-// Collects jobs whose results have one dtype; they are done by run().
+// Collects jobs, whose results have one dtype, until run() does them.
 class Jobs {
  public:
   // As `transposition` of transpose.cuh. `in` has out's dtype, or holds float sums of half gradients.
@@ -68,49 +67,46 @@ class Jobs {
     int64_t tiles = 0;
     const Transposition at = transposition(in, out, images, rows, columns, image_stride, row_stride, &tiles);
     const bool sums = in.scalar_type() != out.scalar_type();
-    add({sums ? Job::kTransposeSums : Job::kTranspose, 0, 1, at}, tiles, in, out.scalar_type());
+    add(sums ? Job::kTransposeSums : Job::kTranspose, at, tiles, in);
+    dtype_ = out.scalar_type();
   }
 
-  // Rounds float sums to out, a half; both are contiguous.
+  // Rounds float sums to halves; both are contiguous, or of the same strides without gaps.
   void round(const Tensor& sums, const Tensor& out) {
-    add_flat({Job::kRound, 0, 1, {sums.data_ptr(), out.data_ptr(), out.numel()}}, sums, out.scalar_type());
+    add_flat(Job::kRound, {sums.data_ptr(), out.data_ptr(), out.numel()}, sums);
+    dtype_ = out.scalar_type();
   }
 
-  // Sets contiguous sums to zero.
+  // Sets sums, whose strides leave no gaps, to zero.
   void zero(const Tensor& sums) {
     const int64_t words = sums.numel() * sums.element_size() / int64_t(sizeof(unsigned));
-    add_flat({Job::kZero, 0, 1, {nullptr, sums.data_ptr(), words}}, sums, ScalarType::Undefined);
+    add_flat(Job::kZero, {nullptr, sums.data_ptr(), words}, sums);
   }
 
   void run() {
-    if (count_ == 0) return;
-    for_type(dtype_ == ScalarType::Undefined ? ScalarType::Float : dtype_,
-             [&](auto zero) { launch(jobs_kernel<decltype(zero)>, blocks_, list_); });
+    if (count_ > 0) for_type(dtype_, [&](auto zero) { launch(jobs_kernel<decltype(zero)>, blocks_, list_); });
     *this = Jobs();
   }
 
  private:
-  void add_flat(Job job, const Tensor& sums, ScalarType dtype) {
-    const bool aligned = vectors_fit<float, 4>({job.at.rows}, {job.at.in, job.at.out});
-    job.vector = aligned && sums.element_size() == 4 ? 4 : 1;
-    add(job, divide_up(job.at.rows, kThreads * kVectorsPerThread * job.vector), sums, dtype);
+  void add_flat(Job::Kind kind, const Transposition& at, const Tensor& sums) {
+    const int vector = vectors_fit<float, 4>({at.rows}, {at.in, at.out}) ? 4 : 1;
+    add(kind, at, divide_up(at.rows, kThreads * kVectorsPerThread * vector), sums, vector);
   }
 
-  void add(Job job, int64_t blocks, const Tensor& in, ScalarType dtype) {
+  void add(Job::Kind kind, const Transposition& at, int64_t blocks, const Tensor& in, int vector = 1) {
     if (blocks == 0) return;
     if (count_ == kMostJobs) run();
-    if (dtype != ScalarType::Undefined) dtype_ = dtype;
-    job.blocks = static_cast<int>(std::min<int64_t>(blocks, std::numeric_limits<int>::max()));
-    list_.job[count_] = job;
+    list_.job[count_] = {kind, static_cast<int>(blocks), vector, at};
     kept_[count_++] = in;
-    blocks_ += blocks;
+    blocks_ += blocks;  // launch() checks it
   }
 
   JobList list_{};
-  std::array<Tensor, kMostJobs> kept_;  // what is read
+  std::array<Tensor, kMostJobs> kept_;  // until they are read
   int count_ = 0;
   int64_t blocks_ = 0;
-  ScalarType dtype_ = ScalarType::Undefined;
+  ScalarType dtype_ = ScalarType::Float;
 };
 
 }  // namespace

@@ -186,8 +186,8 @@ Tensor unpack_weight(Jobs& jobs, const Tensor& packed, const Tensor& like, const
   return weight;
 }
 
-// Convolves one chunk, input (N, H, W, C), into contiguous output (N, Ho, Wo, out_channels). weight: matrices
-// of (G, out / G, K * Cg).
+// Convolves one chunk, input (N, H, W, C), into output, whose memory is that of contiguous (N, Ho, Wo,
+// out_channels). weight: matrices of (G, out / G, K * Cg).
 template <class Kernels>
 void deform_conv2d_rows(const DeformConvGeometry& g, const Tensor& input, const Tensor& offset,
                         const Tensor& mask, const Tensor& weight, const Tensor& bias, const Tensor& output,
@@ -285,7 +285,7 @@ struct __attribute__((visibility("hidden"))) DeformConvBackward {
   Tensor input, grad_output;      // (N, H, W, C); (N, Ho, Wo, out_channels), or one image's planes
   bool planes;                    // whether grad_output is (1, out_channels, Ho, Wo)
   Tensor offset, mask;            // (N, channels, Ho, Wo)
-  Tensor grad_input;              // (N, H, W, C), of dtype accumulate_type, accumulated
+  Tensor grad_input;              // memory of (N, H, W, C), of dtype accumulate_type, accumulated
   Tensor grad_offset, grad_mask;  // overwritten
 };
 

@@ -114,9 +114,10 @@ def test_writes_only_what_is_needed(name, backend, blocks, wanted):
 @by
 @pytest.mark.parametrize("dtype", [DOUBLE, SINGLE, BRAIN], ids=str)
 @pytest.mark.parametrize("layout", ["channels last", "misaligned channels last", "crop"])
-def test_channels_last_and_strided(name, backend, blocks, layout, dtype):
+@pytest.mark.parametrize("C", [8, 10])  # a map of 10 channels has no whole number of vectors
+def test_channels_last_and_strided(name, backend, blocks, layout, dtype, C):
     """Where the input is channels-last in memory, the output is as well, and the same bit by bit."""
-    some = example(name, dtype=dtype, C=8)
+    some = example(name, dtype=dtype, C=C)
     with forced(backend):
         expected = results(some)
     given, last = some.tensors["input"], torch.channels_last
@@ -134,6 +135,28 @@ def test_channels_last_and_strided(name, backend, blocks, layout, dtype):
     assert output.is_contiguous(memory_format=torch.contiguous_format if layout == "crop" else last)
     assert torch.equal(output, expected["output"])
     assert_close(actual, expected, BOUNDS[dtype])
+
+
+@by
+@pytest.mark.parametrize(
+    "case, layout, forward, backward",
+    [
+        (dict(B=1, map=(4, 6), groups=1), torch.contiguous_format, 3, 3),  # the bias is a launch
+        (dict(B=2, groups=1), torch.contiguous_format, 3, 3),  # the output is transposed
+        (dict(B=2, groups=1), torch.channels_last, 2, 3),
+    ],
+    ids=["one map", "small maps", "channels last"],
+)
+def test_launches(name, backend, emulated, case, layout, forward, backward):
+    """Products and the bias' gradient are launches of PyTorch's. Half precision rounds the map's gradient."""
+    some = example(name, dtype=BRAIN, C=8, **case)
+    some.tensors["input"] = some.tensors["input"].to(memory_format=layout)
+    before = emulated.launches()
+    with forced(backend):
+        some.call(**some.tensors)
+        assert emulated.launches() - before == forward
+        results(some)
+    assert emulated.launches() - before == 2 * forward + backward
 
 
 @slow
