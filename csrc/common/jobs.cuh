@@ -71,13 +71,13 @@ class Jobs {
     dtype_ = out.scalar_type();
   }
 
-  // Rounds float sums to halves; both are contiguous, or of the same strides without gaps.
+  // Rounds float sums to halves. Both fill their memory in the same order.
   void round(const Tensor& sums, const Tensor& out) {
     add_flat(Job::kRound, {sums.data_ptr(), out.data_ptr(), out.numel()}, sums);
     dtype_ = out.scalar_type();
   }
 
-  // Sets sums, whose strides leave no gaps, to zero.
+  // Sets sums to zero, which fill their memory.
   void zero(const Tensor& sums) {
     const int64_t words = sums.numel() * sums.element_size() / int64_t(sizeof(unsigned));
     add_flat(Job::kZero, {nullptr, sums.data_ptr(), words}, sums);

@@ -102,11 +102,7 @@ inline Tensor repeated(const Tensor& t, int64_t count) {
 // out = a @ b, for matrices or batches of one matrix per group.
 template <class Kernels>
 void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
-  if (a.dim() == 2) {
-    Kernels::mm_out(out, a, b);
-  } else {
-    bmm_out(out, a, b);
-  }
+  a.dim() == 2 ? Kernels::mm_out(out, a, b) : bmm_out(out, a, b);
 }
 
 // The columns of the current block, in memory that all blocks of a call share.
@@ -141,17 +137,16 @@ inline int64_t pixels_of_bytes(const DeformConvGeometry& g, int64_t element_byte
 //
 // A `Kernels` class provides:
 //   static void mm_out(out, a, b)                    out = a @ b, for matrices
+//   static void linear_out(out, a, weight, bias)     out = a @ weight^T + bias, which may be undefined
 //   static int64_t images_per_chunk(g, element_bytes)
 //   static int64_t block_pixels(g, element_bytes)    for the geometry g of a chunk
 //   static constexpr bool columns_replace_gradients
 //       True if sample_backward may overwrite grad_columns with columns.
-//   static void linear_out(out, a, weight, bias)     out = a @ weight^T + bias, which may be undefined
-//   class Jobs                                       what may run in one launch, done after run():
-//     Tensor channels_last(t)
-//       (N, C, H, W) of any strides -> contiguous (N, H, W, C).
+//   class Jobs                                       copies that may share a launch; run() completes them
+//     Tensor channels_last(t)                        (N, C, H, W) of any strides -> contiguous (N, H, W, C)
 //     void channels_first(t, out)
 //       Contiguous (N, H, W, C) -> out (N, C, H, W), contiguous or channels-last, of t's or a narrower dtype.
-//     void zero(sums)
+//     void zero(t)                                   t = 0, contiguous or channels-last
 //   static void sample(g, input, offset, mask, columns, start, length)
 //       Writes bilinear samples times mask of output pixels [start, start + length) to columns
 //       (G, length, K, Cg).
@@ -285,8 +280,8 @@ struct __attribute__((visibility("hidden"))) DeformConvBackward {
   Tensor input, grad_output;      // (N, H, W, C); (N, Ho, Wo, out_channels), or one image's planes
   bool planes;                    // whether grad_output is (1, out_channels, Ho, Wo)
   Tensor offset, mask;            // (N, channels, Ho, Wo)
-  Tensor grad_input;              // memory of (N, H, W, C), of dtype accumulate_type, accumulated
   Tensor grad_offset, grad_mask;  // overwritten
+  Tensor grad_input;              // memory of (N, H, W, C), of dtype accumulate_type, accumulated
 };
 
 // Shared by the chunks of the backward pass: memory for columns and their gradients (grad_columns serves both
@@ -376,9 +371,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> deform_conv2d_backward_driver
                          part.N == 1 && grad_output.is_contiguous() && Kernels::reads_planes(g, bytes),
                          images(offset, n, part.N),
                          images(mask, n, part.N),
-                         Tensor(),
                          images(grad_offset, n, part.N),
-                         images(grad_mask, n, part.N)};
+                         images(grad_mask, n, part.N),
+                         {}};
     if (!c.planes) c.grad_output = before.channels_last(c.grad_output);
     if (needs_input) {
       c.grad_input = in_place ? out : empty_like_options(input, {part.N, g.H, g.W, g.C}, sum_type);
