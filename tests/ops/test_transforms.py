@@ -114,6 +114,16 @@ def test_vmap_is_a_loop(name, which, order):
     assert_equal(torch.vmap(function, dims)(*args), expected)
 
 
+@every_example
+def test_gradients_through_a_map_over_nothing(name):
+    call = Call(name, "tiny")
+    leaves = [stack[:0].requires_grad_() for stack in call.stacks()]
+    output = torch.vmap(call.output)(*leaves)
+    assert output.shape == (0, *call.output(*call.floats).shape)
+    grads = torch.autograd.grad(output.sum(), leaves)
+    assert [grad.shape for grad in grads] == [leaf.shape for leaf in leaves]
+
+
 @pytest.mark.parametrize(
     "name",
     [

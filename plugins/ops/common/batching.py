@@ -42,8 +42,8 @@ def mapped(
             for result in ([results] if single else results)
         ]
     else:
-        if size == 0:  # one call tells the shapes
-            args = [arg.new_zeros(1, *arg.shape[1:]) if moved else arg for arg, moved in zip(args, over)]
+        if size == 0:  # one call tells the shapes, and has the history that gradients take
+            args = [torch.cat((arg, arg.new_zeros(1, *arg.shape[1:]))) if m else arg for arg, m in zip(args, over)]
         calls = [operator(*(arg[n] if moved else arg for arg, moved in zip(args, over))) for n in range(max(1, size))]
         results = [torch.stack(parts)[:size] for parts in zip(*([call] if single else call for call in calls))]
     return (results[0], 0) if single else (tuple(results), (0,) * len(results))
