@@ -54,6 +54,13 @@ def test_on_the_cpu(position, tiles):
 
 
 @needs_binary
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_dtypes_on_the_cpu_are_refused(dtype, tiles):
+    tensors = draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16), dtype=dtype)
+    assert explain(sequence_attention, *tensors).refusals["sdpa"] == "it supports only bfloat16 on CPUs"
+
+
+@needs_binary
 @pytest.mark.parametrize("innermost", ["heads", "positions"])
 def test_gradients_are_stored_as_tracing_assumes(innermost, tiles):
     query, key, value = draw((2, 3, 5, 16), (2, 3, 9, 16), (2, 3, 9, 16))
