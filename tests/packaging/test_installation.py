@@ -189,7 +189,7 @@ MODELS = {
 # Runs a config as mmdet's and mmseg's training tools do, on made-up pictures and without pretrained weights.
 MM = """
 import sys
-sys.path.insert(0, {clone!r})  # before a package called "tests" that comes with openmmlab
+sys.path.insert(0, {clone!r})  # before the package "tests" of mmsegmentation 1.2.2
 from mmengine.config import Config
 from tests.mm.mm_helpers import demo_batch, dictionaries, training_step, without_downloads
 
