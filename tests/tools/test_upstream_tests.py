@@ -1,11 +1,13 @@
 """``python -m tools.upstream_tests`` on small sources: whose failure a failure is, and the page."""
 
 import re
+from collections import Counter
 
 import pytest
 
 pytest.importorskip("mmdet", reason="mmdet is not installed")
 
+from tools.upstream_tests import __main__ as upstream
 from tools.upstream_tests.__main__ import main
 
 TESTS = """
@@ -52,6 +54,20 @@ def test_a_failure_is_ours_if_it_passes_without_us(sources, tmp_path, capsys):
     assert re.search(rf"^\* `{file}::test_of_stock`: ours; `.*assert", text, re.M)
     assert f"* `{file}`, 2 of its cases: fails without us as well" in text
     assert "test_of_stock`: ours" in capsys.readouterr().out
+
+
+def test_a_file_that_is_not_imported_without_us(monkeypatch, tmp_path):
+    """pytest runs none of the tests that it is given if it does not find one of them."""
+
+    def run(root, tests, project, environment):
+        assert tests == ["tests/a.py", "tests/b.py"]
+        return upstream.Outcome(Counter(), {"tests/a.py": "collection failure", "tests/b.py::test_1": ""})
+
+    monkeypatch.setattr(upstream, "run", run)
+    failures = dict.fromkeys(("tests/a.py::TestA::test", "tests/b.py::test_1", "tests/b.py::test_2"), "")
+    suite = next(suite for suite in upstream.SUITES if suite.without)
+    reasons = upstream.judge(tmp_path, suite, upstream.Outcome(Counter(), failures))
+    assert list(reasons.values()) == [upstream.STOCK, upstream.STOCK, upstream.OURS]
 
 
 @pytest.mark.parametrize(
