@@ -7,8 +7,8 @@ python -m tools.upstream_tests --mmdet PATH --timm PATH --natten PATH   # any of
 * NATTEN: the cases of ``tests/test_fna.py`` in one and two dimensions, with ``window_attention`` as the backend.
 
 Nothing is fetched, and nothing is written there. The sources' own packages are imported before installed ones. A file
-with a failure is run once more without our classes. The table goes to ``--page``. The exit status is 1 if a test fails that
-passes without us and that ``KNOWN`` does not explain.
+with a failure is run once more without our classes. The table goes to ``--page``. The exit status is 1 if a test fails
+that passes without us and that ``KNOWN`` does not explain.
 """
 
 from __future__ import annotations
@@ -139,9 +139,7 @@ def judge(root: Path, suite: Suite, outcome: Outcome) -> dict[str, str]:
     """Classify every failure: it occurs without our classes as well, KNOWN explains it, or it is ours."""
     without: dict[str, str] = {}
     files = {test: test.split("::")[0] for test in outcome.failures}
-    if (
-        suite.without and files
-    ):  # whole files: pytest runs nothing where one test is not found, as after a failed import
+    if suite.without and files:  # whole files: pytest runs nothing if it does not find one of the tests
         without = run(root, sorted({*files.values()}), suite.project, suite.without).failures
     known = {test: next((KNOWN[p] for p in KNOWN if re.search(p, test)), OURS) for test in files}
     return {test: STOCK if test in without or file in without else known[test] for test, file in files.items()}
