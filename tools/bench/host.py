@@ -57,7 +57,8 @@ EMULATED = {
     "deformable_attention": (ATTEND, cuda_attention.BACKEND),
 }
 TRITON = "sequence_attention", "global_attention", "criss-cross content"  # whose kernel takes no position logits
-WORK = OPERATORS | {TRITON[-1]: (OPERATORS["criss_cross_attention"][0][:3], criss_cross_attention)}
+HALVES = TRITON[-1]  # whose kernels do not take float32
+WORK = OPERATORS | {HALVES: (OPERATORS["criss_cross_attention"][0][:3], criss_cross_attention)}
 COMPILED = {  # operators of the binary, and the emulator's
     "deform_conv2d_forward_kernel": "deform_conv2d",
     "deform_conv2d_backward_kernel": "deform_conv2d_backward",
@@ -165,7 +166,7 @@ def idle() -> Iterator[Callable[[], int]]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
-    parser.add_argument("--cuda", action="store_true", help="count the way to a GPU")
+    parser.add_argument("--cuda", action="store_true", help=f"count the way to a GPU ({HALVES}: not in float32)")
     parser.add_argument("--dtype", default="float32", help="of the tensors (float32)")
     parser.add_argument("--models", action="store_true", help="count whole models, all or those that are named")
     parser.add_argument("--counts", action="store_true", help="of models, leave out the times")
@@ -178,7 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
         host_models.table(options.names or [*host_models.MODELS], 0 if options.counts else 20, options.write)
         return 0
     print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
-    for name in options.names or ([*EMULATED, *TRITON] if options.cuda else OPERATORS):
+    on_cuda = [*EMULATED, *(name for name in TRITON if name != HALVES or options.dtype != "float32")]
+    for name in options.names or (on_cuda if options.cuda else OPERATORS):
         way = nullcontext() if not options.cuda else idle() if name in TRITON else emulated()
         with way as launches:
             for kind, run in passes(name, getattr(torch, options.dtype)).items():
