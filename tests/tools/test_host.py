@@ -70,7 +70,8 @@ def test_what_launches():
 
 def test_the_page_keeps_first_numbers():
     line = "| a, prediction | 1 | 20 / 3 | x |"
-    assert host_models.beside(line, "a, prediction", [7, 8, 9]) == "| a, prediction | 1 / 7 | 20 / 8 | x / 9 |"
+    assert host_models.beside(line, "a, prediction", [7, 8, 9]) == "| a, prediction | 1 / 7 | 20 / 8 | 9 |"
+    assert host_models.beside(line, "a, prediction", [7, 8, 0]) == "| a, prediction | 1 / 7 | 20 / 8 | x |"
     assert host_models.beside(line, "b, prediction", [7, 8, 9]) == line
 
 

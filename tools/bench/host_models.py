@@ -118,9 +118,10 @@ def table(names: Sequence[str], rounds: int, write: bool = False, page: Path = P
 
 
 def beside(line: str, name: str, numbers: Sequence[int]) -> str:
-    """Return a row of the page with new numbers in the place of its second ones; other lines as they are."""
+    """Return a row of the page with new counts in the place of its second ones and new µs; other lines as they are."""
     first, *cells = (cell.strip() for cell in line.strip("|").split("|"))
     if first != name:
         return line
-    pairs = [f"{cell.split(' / ')[0]} / {number}" for cell, number in zip(cells, numbers)]
-    return f"| {' | '.join([name, *pairs])} |"
+    *counts, us = numbers
+    pairs = [f"{cell.split(' / ')[0]} / {number}" for cell, number in zip(cells, counts)]
+    return f"| {' | '.join([name, *pairs, str(us or cells[-1])])} |"

@@ -17,7 +17,7 @@ EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartil
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
 between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile. Share: the
-least time of the device for the operations or bytes, over our time."""
+least time of the device for the operations or bytes, over our time; pairs that a causal mask spares count."""
 ON_CUDA = """ Runs under
 50 ms are replayed from a CUDA graph, with caches flushed before each."""
 EAGER = f"""Each cell: minimum / lower quartile · median · upper quartile of the time of an eager call in {{unit}} (peak
