@@ -58,6 +58,7 @@ def test_inputs_and_output_are_the_plugins(tmp_path, points):
         assert [node.input[n] for n in (0, 3, 4)] == ["value", "locations", "weights"]
 
 
+@pytest.mark.slow
 def test_others_are_exported_as_their_definition(tmp_path):
     with tensorrt_plugin():
         graph = export(tmp_path / "m.onnx", [2, 3])
