@@ -309,6 +309,7 @@ def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
     assert "## Not measured" in (tmp_path / "calls-cpu.md").read_text()
 
 
+@pytest.mark.slow
 def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path):
     options = ["calls", "--out", tmp_path, "--name", "part", "-k", "window"]
     record = tmp_path / "part.jsonl"
