@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -20,6 +20,16 @@ def deterministic_mode() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def vary_with_order(run: Callable[[], dict[str, Tensor]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of results whose bits depend on the order of the emulator's threads, in three orders."""
+    runs = []
+    for seed in range(3):
+        monkeypatch.setenv("EMULATOR_SEED", str(seed))
+        runs.append(run())
+    first = runs[0]
+    return [name for name in first if not all(torch.equal(other[name], first[name]) for other in runs)]
 
 
 def given(*tensors: Tensor | None) -> list[Tensor]:

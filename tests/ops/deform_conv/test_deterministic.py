@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from attn_plugins.ops import reference
 from attn_plugins.ops.deform_conv import cuda
 from attn_plugins.ops.deform_conv.operands import Terms
 from tests.helpers.emulation import NEEDS
-from tests.helpers.operator_checks import deterministic_mode
+from tests.helpers.operator_checks import deterministic_mode, vary_with_order
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import example, forced, results
 
@@ -133,17 +132,16 @@ def test_any_order_gives_the_same_bits_in_deterministic_mode(name, backend, dtyp
     if blocks:
         monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", blocks)
     extents = dict(map=(12, 16)) if name.endswith("2d") else dict(L=160)
-    some, differ = example(name, dtype=dtype, **extents), []
-    for mode in (deterministic_mode, nullcontext):
-        runs = []
-        for seed in range(3):
-            monkeypatch.setenv("EMULATOR_SEED", str(seed))
-            with forced(backend), mode():
-                runs.append(results(some))
-        differ.append({n: not all(torch.equal(run[n], runs[0][n]) for run in runs) for n in runs[0]})
-    assert not any(differ[0].values())
-    assert differ[1]["input"] or dtype != torch.float32  # floats added in another order
-    assert [n for n in differ[1] if differ[1][n]] in ([], ["input"])  # no other sum is of atomics
+    some = example(name, dtype=dtype, **extents)
+
+    def run() -> dict[str, Tensor]:
+        with forced(backend):
+            return results(some)
+
+    with deterministic_mode():
+        assert not vary_with_order(run, monkeypatch)
+    varying = vary_with_order(run, monkeypatch)  # floats are added in another order
+    assert varying == ["input"] if dtype == torch.float32 else varying in ([], ["input"])  # no other sum is of atomics
 
 
 @pytest.mark.parametrize("spoilt", ["mask", "gradient", "both"])
