@@ -26,7 +26,7 @@ toolkit are listed in attn_plugins/install/requirements. mmcv is installed witho
 attn_plugins stands in; fairseq is compiled. At the end the doctor runs, and its exit status is returned."""
 
 OLDEST_TORCH = {"mm": "2.5", "openmmlab": "2.5"}  # the first that loads the stand-in by itself
-NEWEST_TRANSFORMERS = "2.6"  # torch that the newest transformers needs; 4.50 needs 2.0
+TORCH_OF_TRANSFORMERS = "2.6"  # that the newest transformers needs; 4.50 needs 2.0
 CHECKED = {"timm": ("torchvision", "timm"), "fairseq": ("fairseq",), "transformers": ("transformers",)}  # others: MM
 MM = ("torchvision", "mmcv", "mmdet", "mmseg")
 OPENCV = "opencv-python-headless"
@@ -87,10 +87,10 @@ def install(toolkit: str, constraint: Path | None, dry_run: bool) -> None:
     lines = lines_of(toolkit)
     missing = [line for line in lines if line.name not in NATIVE and not _has(line, versions)]
     native = [line for line in lines if line.name in NATIVE and not _works(line, versions)]
-    old = Version(versions["torch"]) < Version(NEWEST_TRANSFORMERS)
+    old = Version(versions["torch"]) < Version(TORCH_OF_TRANSFORMERS)
     if old and constraint is None and any(line.name == "transformers" for line in missing):
         raise InstallError(
-            f"transformers: its newest version needs torch >= {NEWEST_TRANSFORMERS}, but {versions['torch']} is "
+            f"transformers: its newest version needs torch >= {TORCH_OF_TRANSFORMERS}, but {versions['torch']} is "
             "installed: first run `pip install 'transformers==4.50.*'`"
         )
     print(f"{toolkit}: to install: {', '.join(line.text for line in (*missing, *native)) or 'nothing'}", flush=True)
