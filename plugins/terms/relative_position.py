@@ -178,5 +178,9 @@ def _cast(table: Tensor, query: Tensor) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return ``scale * a @ b`` in one launch."""
-    return torch.bmm(a, b) if scale == 1 else torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=scale)
+    """Return ``scale * a @ b``, in one launch unless ``scale`` is 0."""
+    if scale == 1:
+        return torch.bmm(a, b)
+    if scale == 0:  # torch's product for ARM keeps NaN of an uninitialised result
+        return scale * torch.bmm(a, b)
+    return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=scale)
