@@ -138,8 +138,8 @@ def roi_align_forward(
         return
     boxes, grids = _grids(regions, size, spatial_scale, sampling_ratio, aligned)
     for block, gh, gw in _blocks(grids, size[0] * size[1] * input.shape[1]):
-        if not gh * gw:  # mmcv's answer for a region without area
-            output[block], argmax_y[block], argmax_x[block] = -10000, -1, -1
+        if not gh * gw:  # mmcv's answer for a region without area; at -2, beyond what is read, it has no gradient
+            output[block], argmax_y[block], argmax_x[block] = -10000, -2, -2
             continue
         ys, xs = _positions(boxes[block], size, gh, gw)
         shape = (len(block), size[0], size[1], gh, gw)
@@ -177,8 +177,7 @@ def roi_align_backward(
     B, C, H, W = grad_input.shape
     planes = rois[:, 0].long()[:, None] * C + torch.arange(C, device=rois.device)  # a plane per region and channel
     bins = aligned_height * aligned_width
-    # -1 stands for a bin without samples: beyond the readable area, at -2, nothing is added.
-    places = [torch.where(a == -1, -2, widened(a)).view(-1, bins) for a in (argmax_y, argmax_x)]
+    places = [widened(a).view(-1, bins) for a in (argmax_y, argmax_x)]
 
     def pick(maps: Tensor) -> Tensor:
         return _sample(maps.view(B * C, 1, H, W), planes.flatten(), *places)

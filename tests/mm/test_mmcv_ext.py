@@ -183,6 +183,13 @@ def test_no_regions(monkeypatch) -> None:
         assert not any(grad.any() for grad in grads)
 
 
+def test_a_maximum_just_a_pixel_outside_has_its_gradient() -> None:
+    x, rois = leaf(1, 2, 5, 3), torch.tensor([[0, -4, 0, 4, 24.0], [0, 0, -4, 12, 4.0]])  # samples at -1 and 0
+    ours, expected = (f(x, rois, (1, 1), 0.25, 2, "max", True) for f in (ops.roi_align, definitions.roi_align))
+    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in (ours, expected)))
+
+
 def test_regions_beside_the_map_in_one_direction_pool_zeros() -> None:
     x, rois = leaf(1, 2, 9, 12), torch.tensor([[0, 8, 100, 20, 140.0], [0, 100, 8, 140, 20.0]])
     assert not any(result.any() for result in results((x,), lambda x: ops.roi_pool(x, rois, (3, 2), 0.25)))
