@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -48,6 +50,25 @@ def test_a_plan_is_of_one_kind_of_call():
             expected = ops.sequence_attention(**calls[n])
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
     assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 6
+
+
+def test_no_plan_is_made_of_calls_without_launches():
+    """While a call is recorded, none of its tensors is freed: of another backend's chunks, a few fit a device."""
+    kept = []
+
+    def chunks(x):
+        total = torch.zeros_like(x)
+        for _ in range(4):
+            part = x * 2
+            kept.append(weakref.ref(part))
+            total += part
+            del part
+            assert kept[-1]() is None
+        return total
+
+    for _ in range(4):
+        plans.replay(chunks, ("chunks",), [torch.ones(3)])
+    assert [*plans._plans.values()] == [False]
 
 
 def test_no_more_kinds_are_kept_than_there_is_room_for(monkeypatch):

@@ -1,8 +1,9 @@
 """Plans: what Triton's backends did for a call, repeated for calls of the same kind.
 
 What they decide (tiles, strides, variants of a kernel) depends on shapes, strides, dtypes and options alone, and takes
-several times as long as the launch that follows. The second call of a kind is recorded, PyTorch's operations and
-launches in order; later ones repeat them with their own tensors.
+several times as long as the launch that follows. If the first call of a kind launches kernels, the second is recorded,
+PyTorch's operations and launches in order; later ones repeat them with their own tensors. Calls that other backends
+serve are not recorded, since that keeps all their tensors: a device may hold only a few at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +55,6 @@ class _Recorder(TorchDispatchMode):
         self.tensors = list(tensors)  # none is freed meanwhile, so that no two have the same id
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.steps: list[Step] = []
-        self.launches = 0
         self.repeatable = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
     def plan(self, results: Any) -> Plan | bool:
         single = isinstance(results, Tensor)
         numbers = [self.numbers.get(id(result), -1) for result in ([results] if single else results)]
-        return self.repeatable and self.launches > 0 and min(numbers) >= 0 and Plan(self.steps, numbers, single)
+        return self.repeatable and min(numbers) >= 0 and Plan(self.steps, numbers, single)
 
 
 def _holds_tensors(argument: Any) -> bool:
@@ -88,15 +88,16 @@ def _holds_tensors(argument: Any) -> bool:
 
 class _State(threading.local):
     recorder: _Recorder | None = None
+    launches = 0
 
 
 _state = _State()
 
 
 def launched(run: Callable[..., Any] | None, args: Sequence[Any]) -> None:
-    """Record that ``run`` launches a kernel with ``args``; None where that may not be repeated."""
+    """Count a launch, and record that ``run`` launches a kernel with ``args``; None where that may not be repeated."""
+    _state.launches += 1
     if (recorder := _state.recorder) is not None:
-        recorder.launches += 1
         recorder.repeatable &= run is not None
         recorder.add(run or len, args, None)
 
@@ -130,8 +131,10 @@ def replay(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[
             _state.recorder = None
         _plans[key] = recorder.plan(results)
         return results
+    before = _state.launches
+    results = function(*args)
     if plan is None:
         if len(_plans) >= MOST:
             _plans.clear()
-        _plans[key] = True
-    return function(*args)
+        _plans[key] = _state.launches > before
+    return results
