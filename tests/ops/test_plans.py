@@ -12,6 +12,7 @@ from attn_plugins.ops.common import backends, plans
 from attn_plugins.ops.common.operator import OPERATORS as operators
 from tests.helpers.triton_checks import DEVICE, needs_triton, randn
 from tests.ops.test_contract_backends import IN_TRITON, check, drawn
+from tools.bench.measure import served_by
 
 pytestmark = needs_triton
 SEQUENCE = (2, 1, 12)
@@ -69,6 +70,13 @@ def test_no_plan_is_made_of_calls_without_launches():
     for _ in range(4):
         plans.replay(chunks, ("chunks",), [torch.ones(3)])
     assert [*plans._plans.values()] == [False]
+
+
+def test_what_serves_a_repeated_call_is_found():
+    sequences = [randn(1, 1, 3, 4, seed=seed) for seed in range(3)]
+    with backends.backend("triton"):
+        for _ in range(4):
+            assert served_by(lambda: ops.sequence_attention(*sequences)) == {"sequence_attention": ["triton"]}
 
 
 def test_no_more_kinds_are_kept_than_there_is_room_for(monkeypatch):

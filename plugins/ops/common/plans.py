@@ -94,6 +94,11 @@ class _State(threading.local):
 _state = _State()
 
 
+def forget() -> None:
+    """Drop all plans: what they repeat is chosen anew."""
+    _plans.clear()
+
+
 def launched(run: Callable[..., Any] | None, args: Sequence[Any]) -> None:
     """Count a launch, and record that ``run`` launches a kernel with ``args``; None where that may not be repeated."""
     _state.launches += 1
@@ -135,6 +140,6 @@ def replay(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[
     results = function(*args)
     if plan is None:
         if len(_plans) >= MOST:
-            _plans.clear()
+            forget()
         _plans[key] = _state.launches > before
     return results
