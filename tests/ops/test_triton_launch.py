@@ -54,7 +54,9 @@ def test_reasons(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)
     monkeypatch.setenv("CC", "gcc")
     assert triton_launch._no_compiler.__wrapped__() is None
-    monkeypatch.setattr(triton_launch.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(triton_launch.sysconfig, "get_default_scheme", lambda: "posix_local")  # Debian's
+    assert triton_launch._no_compiler.__wrapped__() is None
+    monkeypatch.setattr(triton_launch.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     reason = triton_launch._no_compiler.__wrapped__()
     assert reason == f"Triton needs Python's C headers at run time, and {tmp_path / 'Python.h'} is not there"
     monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
@@ -87,13 +89,19 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
 def test_an_old_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    reason = triton_launch._too_old.__wrapped__(0)
+    reason = triton_launch._unfit.__wrapped__(0)
     assert reason == "Triton needs compute capability 8.0, and the device has 7.5"
+
+
+def test_a_device_of_amd(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert triton_launch._unfit.__wrapped__(0).startswith("its kernels are for NVIDIA's devices")
 
 
 def test_no_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_launch._too_old.__wrapped__(0) == "there is no CUDA device here"
+    assert triton_launch._unfit.__wrapped__(0) == "there is no CUDA device here"
 
 
 def test_recorded_launches_are_not_done():

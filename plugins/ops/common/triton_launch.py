@@ -108,7 +108,7 @@ runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _refusal(index: int) -> str | None:
-    return _missing() or _no_compiler() or _too_old(index)
+    return _missing() or _no_compiler() or _unfit(index)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
@@ -241,7 +241,8 @@ def _no_compiler() -> str | None:
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
-    header = Path(sysconfig.get_path("include"), "Python.h")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton: Debian has none there
+    header = Path(sysconfig.get_path("include", scheme), "Python.h")
     if not header.is_file():
         return f"Triton needs Python's C headers at run time, and {header} is not there"
     return None
@@ -253,9 +254,11 @@ def _capability(index: int) -> tuple[int, int]:
 
 
 @cache
-def _too_old(index: int) -> str | None:
+def _unfit(index: int) -> str | None:
     if not torch.cuda.is_available():  # tensors that hold nothing, as the doctor explains with
         return "there is no CUDA device here"
+    if torch.version.hip is not None:  # multiplies float32 in other ways, and has less shared memory
+        return f"its kernels are for NVIDIA's devices, and torch {torch.__version__} was built for AMD's"
     capability = torch.cuda.get_device_capability(index)
     if capability >= OLDEST_CAPABILITY:
         return None
