@@ -31,7 +31,10 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def pytest_itemcollected(item):
-    if getattr(getattr(item, "module", None), "DEVICE", None) == "cuda":  # of a file that uses either device
+    """Mark what a GPU is used for where there is one: files that use either device, and cases of Triton's kernels."""
+    either = getattr(getattr(item, "module", None), "DEVICE", None) == "cuda"
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    if either or (torch.cuda.is_available() and any(isinstance(v, str) and v == "triton" for v in values)):
         item.add_marker("cuda")
 
 

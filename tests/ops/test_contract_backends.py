@@ -59,13 +59,12 @@ def rows(
 
     CUDA's kernels are emulated as well, which takes a minute to compile.
     """
-    cuda = [pytest.mark.cuda] if triton_checks.DEVICE == "cuda" else []
     listed: list = [(n, backend, "cpu", dtype) for n in names for backend in plain_backends(n) for dtype in dtypes]
     listed += [pytest.param(n, FIRST, "cuda", dtype, marks=pytest.mark.cuda) for n in names for dtype in dtypes]
     listed += emulated(names, dtypes)
     for n in in_triton:
         row = n, "triton", triton_checks.DEVICE, HALF if n.startswith("criss_cross") else SINGLE
-        listed.append(pytest.param(*row, marks=[triton_checks.needs_triton, *cuda]))
+        listed.append(pytest.param(*row, marks=triton_checks.needs_triton))
     return listed
 
 
