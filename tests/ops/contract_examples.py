@@ -54,13 +54,14 @@ def _example(
     options: dict[str, Any],
     operations: tuple[int, int] | None = None,
     masks: Mapping[str, Tensor] | None = None,
+    lone: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Example:
-    """Draw the tensors that are named, with normal numbers that are multiples of 1/1024."""
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        name: torch.randn(shapes[name], generator=generator, dtype=torch.float64).mul(1024).round() / 1024
-        for name in names.split()
-    }
+    """Draw the tensors that are named, with normal numbers that are multiples of 1/1024; ``lone`` axes are of size 1."""
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name in names.split():
+        axes = (lone or {}).get(name, ())
+        shape = [1 if axis in axes else size for axis, size in enumerate(shapes[name])]
+        tensors[name] = torch.randn(shape, generator=generator, dtype=torch.float64).mul(1024).round() / 1024
 
     def call(**given: Any) -> Tensor:
         absent = {name: None for name in ("query", "key") if name in shapes}
@@ -69,11 +70,13 @@ def _example(
     return Example(call, {**tensors, **(masks or {})}, operations)
 
 
-def _global_attention(names: str) -> Build:
+def global_attention(names: str) -> Build:
+    """Return calls with these tensors; the extents ``lone`` are axes of size 1 by the name of logits."""
+
     def build(size: Size, **given: Any) -> Example:
         e = _extents(
             size,
-            given,
+            dict(P=2, lone=dict(column_logits=(1, 2), key_logits=(0,))) | given,
             tiny=dict(B=1, M=2, d=2, dv=2, grid=(2, 3), keys=(2, 2)),
             small=dict(B=2, M=3, d=4, dv=6, grid=(3, 4), keys=(2, 5)),
             large=dict(B=2, M=3, d=32, dv=24, grid=(20, 19), keys=(9, 11)),
@@ -81,11 +84,11 @@ def _global_attention(names: str) -> Build:
         (Hq, Wq), (Hk, Wk) = e.grid, e.keys
         shapes = dict(
             query=(e.B, e.M, Hq, Wq, e.d), key=(e.B, e.M, Hk, Wk, e.d), value=(e.B, e.M, Hk, Wk, e.dv),
-            row_logits=(e.B, e.M, Hq, Wq, Hk), column_logits=(e.B, 1, 1, Wq, Wk), key_logits=(1, e.M, Hk, Wk),
-            prefix_key=(e.B, e.M, 2, e.d), prefix_value=(e.B, e.M, 2, e.dv),
+            row_logits=(e.B, e.M, Hq, Wq, Hk), column_logits=(e.B, e.M, Hq, Wq, Wk), key_logits=(e.B, e.M, Hk, Wk),
+            prefix_key=(e.B, e.M, e.P, e.d), prefix_value=(e.B, e.M, e.P, e.dv),
         )  # fmt: skip
         operations = _products(e, Hq * Wq * Hk * Wk, names) if "prefix" not in names else None
-        return _example(ops.global_attention, shapes, names, dict(scale=0.7), operations)
+        return _example(ops.global_attention, shapes, names, dict(scale=0.7), operations, lone=e.lone)
 
     return build
 
@@ -237,10 +240,10 @@ def _off_whole_pixels(places: Tensor) -> Tensor:
 
 CONTENT = "query key value"
 EXAMPLES: dict[str, Build] = {
-    "global_attention": _global_attention(f"{CONTENT} row_logits column_logits key_logits"),
-    "global_attention, content": _global_attention(CONTENT),
-    "global_attention, position": _global_attention("value row_logits column_logits key_logits"),
-    "global_attention, prefix": _global_attention(f"{CONTENT} row_logits key_logits prefix_key prefix_value"),
+    "global_attention": global_attention(f"{CONTENT} row_logits column_logits key_logits"),
+    "global_attention, content": global_attention(CONTENT),
+    "global_attention, position": global_attention("value row_logits column_logits key_logits"),
+    "global_attention, prefix": global_attention(f"{CONTENT} row_logits key_logits prefix_key prefix_value"),
     "sequence_attention": _sequence_attention(
         f"{CONTENT} band_logits outside_logits position_logits", masked=True, start=1
     ),

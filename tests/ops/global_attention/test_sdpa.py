@@ -1,127 +1,85 @@
 """Global attention as one dot product: all terms folded into queries and keys for fused attention, as on CUDA."""
 
+from __future__ import annotations
+
 import itertools
+import math
+from functools import partial
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_plugins.ops import backend, explain, global_attention, reference
+from attn_plugins.ops import backend, explain, global_attention
 from attn_plugins.ops.common import flash
 from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.global_attention import sdpa as folding
+from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.ops.global_attention.operands import (
-    COMBINATIONS,
-    check_against_reference,
-    close,
-    gradients,
-    leaves,
-    make,
-    masked_arguments,
-)
+from tests.ops.global_attention.operands import BROADCAST, COMBINATIONS, FULL, drawn
+from tests.ops.test_contract import FIRST, assert_close, differentiate, forced
+from tests.ops.test_contract_backends import BRAIN, DOUBLE, HALF, SINGLE, check
 
-SCALE = Options(0.7)
+CONTENT, SCALE = "query key", Options(0.7)
+without_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
 
 
-def folded(arguments):
-    """Fold all terms; return the output, and the gradients for an output gradient of ones."""
-    terms = Terms(*arguments)
-    shape = (*terms.value.shape[:2], *terms.grid())
-    output = terms.value.new_empty(*shape, terms.value.shape[4])
-    lse = terms.value.new_empty(shape, dtype=torch.float32)
-    folding.forward(terms, SCALE, output, lse)
-    grads = {name: torch.empty_like(t) for name, t in zip(Terms._fields, arguments)}
-    fill(grads, folding.backward(torch.ones_like(output), terms, SCALE, output, lse, grads))
-    return output, [*grads.values()]
+@pytest.fixture
+def folded(monkeypatch):
+    """Let folding serve on CPUs, whatever the terms and their widths."""
+    monkeypatch.setattr(ATTEND, "table", [folding.BACKEND._replace(refuses=lambda terms, options: None)])
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 40**-0.5, 0.0])
 def test_content_alone_is_scaled_by_the_kernel(scale):
     """A scaled query would be rounded to half precision, and a logit of 1,000 with it by up to 0.25."""
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(2, 3, 5, n, 40, generator=generator).half() for n in (7, 6, 6))
-    query = query * 30
-    assert explain(global_attention, query, key, value, scale=scale).serves == "sdpa"
-    leaves = [t.requires_grad_() for t in (query, key, value)]
-    actual = gradients(lambda a: global_attention(*a, scale=scale), leaves)
-    exact = [t.detach().double() for t in leaves]
+    some = drawn(CONTENT, HALF, d=40, dv=40, grid=(5, 7), keys=(5, 6))
+    some.tensors["query"] *= 30
+    assert explain(global_attention, *(some.tensors[n] for n in Terms._fields[:3]), scale=scale).serves == "sdpa"
+    some = some._replace(call=partial(some.call, scale=scale))
+    actual = check(some, "sdpa", HALF, times=15)  # PyTorch's backward rebuilds weights from their sum
     with backend("reference"):
-        expected = global_attention(*exact, scale=scale)
-        exact_gradients = gradients(lambda a: global_attention(*a, scale=scale), exact)
-    close(global_attention(*leaves, scale=scale), expected, torch.float16)
-    for gradient, wanted in zip(actual, exact_gradients):
-        assert (gradient - wanted).norm() <= 0.03 * wanted.norm()  # PyTorch's backward rebuilds weights from their sum
+        expected = some.call(**{n: t.double() for n, t in some.tensors.items()})
+    torch.testing.assert_close(actual["output"].double(), expected, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("folded_terms", [t for t in COMBINATIONS if any(t)])
-def test_folding(folded_terms):
+@pytest.mark.parametrize("terms", COMBINATIONS[1:])
+def test_folding(terms, folded):
     """Fold all terms into one dot product, which runs on CUDA, here through the CPU's fused attention."""
-    for broadcast, dtype in itertools.product((False, True), (torch.float64, torch.float32, torch.float16)):
-        arguments = make(folded_terms, broadcast=broadcast, dtype=dtype)
-        expected = reference.global_attention(*arguments, 0.7)
-        half = dtype == torch.float16
-        output = torch.empty_like(expected)
-        lse = expected.new_empty(expected.shape[:-1], dtype=torch.float32 if half else dtype)
-        folding.forward(Terms(*arguments), SCALE, output, lse)
-        close(output, expected, dtype)
-        inputs = leaves(arguments)
-        grad = torch.randn_like(expected)
-        present = [t for t in inputs if t is not None]
-        wanted = torch.autograd.grad(reference.global_attention(*inputs, 0.7), present, grad)
-        grads = {name: None if t is None else torch.empty_like(t) for name, t in zip(Terms._fields, arguments)}
-        fill(grads, folding.backward(grad, Terms(*arguments), SCALE, output, lse, grads))
-        for actual, one in zip([g for g in grads.values() if g is not None], wanted):
-            close(actual, one, dtype, factor=20 if half else 4)
+    for lone, dtype in itertools.product((FULL, BROADCAST), (DOUBLE, SINGLE, HALF)):
+        check(drawn(terms, dtype, lone=lone), "sdpa", dtype, times=4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_masked_keys_when_folded(dtype):
-    arguments = masked_arguments(dtype)
-    output, grads = folded(arguments)
-    close(output, reference.global_attention(*arguments, 0.7), dtype, factor=2)
-    assert (output[:, :, 1] == 0).all()
-    assert all(g.isfinite().all() for g in grads)
+@pytest.mark.parametrize("dtype, other", [(SINGLE, 0.0), (HALF, 0.0), (HALF, -6e4)])
+def test_masked_keys_when_folded(dtype, other, folded):
+    """Masks do not depend on how low the other row and column logits are."""
+    some = drawn(dtype=dtype, lone=FULL)
+    row, column = (some.tensors[n] for n in ("row_logits", "column_logits"))
+    row += other
+    column += other
+    row[:, :, 0, :, 1:] = column[:, :, 0, :, 1:] = row[:, :, 1] = -math.inf  # one key, then none
+    assert not check(some, "sdpa", dtype, times=4)["output"][:, :, 1].any()
 
 
-def test_what_is_masked_in_float16_does_not_depend_on_how_low_the_other_logits_are():
-    """With row and column logits of -6e4 each, queries are not masked, and masked keys are below them."""
-    arguments = masked_arguments(torch.float16)
-    for n in (3, 4):
-        arguments[n] = arguments[n] - 6e4
-    output, grads = folded(arguments)
-    close(output, reference.global_attention(*arguments, 0.7), torch.float16, factor=2)
-    assert (output[:, :, 1] == 0).all()
-    assert all(g.isfinite().all() for g in grads)
-
-
-@pytest.mark.parametrize("innermost", [("query",), ("key",), ("value",), ("query", "key", "value"), ("output",)])
+@pytest.mark.parametrize("innermost", [("query",), ("key",), ("value",), ("query", "key", "value")])
 def test_folding_of_heads_innermost_in_memory(innermost):
-    """torch.cat keeps channels-last memory, and the fused kernels ignore the last stride."""
-
-    def laid_out(name: str, *shape: int) -> torch.Tensor:
-        tensor = torch.randn(shape, dtype=torch.float64)
-        if name in innermost:
-            tensor = tensor.contiguous(memory_format=torch.channels_last_3d)
-        return tensor.requires_grad_()
-
-    terms = laid_out("query", 2, 4, 1, 6, 48), laid_out("key", 2, 4, 4, 9, 48), laid_out("value", 2, 4, 4, 9, 48)
-    grad = laid_out("output", 2, 4, 1, 6, 48)
-    results = []
-    for name in ("sdpa", "reference"):
-        with backend(name):
-            output = global_attention(*terms, scale=0.2)
-            results.append((output, *torch.autograd.grad(output, terms, grad)))
-    for ours, expected in zip(*results):
-        torch.testing.assert_close(ours, expected)
+    """torch.cat keeps channels-last memory, and the fused kernels ignore the last stride; the output's gradient too."""
+    some = drawn(CONTENT, M=4, grid=(1, 6), keys=(4, 9), d=48, dv=48)
+    some = some._replace(call=lambda call=some.call, **tensors: call(**tensors).movedim(1, -1))
+    expected = check(some, "sdpa", DOUBLE)
+    last = dict.fromkeys(innermost, torch.channels_last_3d)
+    views = {n: t.contiguous(memory_format=last.get(n, torch.contiguous_format)) for n, t in some.tensors.items()}
+    with forced("sdpa"):
+        actual = differentiate(some.call, {n: t.requires_grad_() for n, t in views.items()})
+    assert_close(actual, expected, 1e-12)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+@without_cuda
 def test_folding_calls_what_cuda_offers():
     """Check names, arguments and shapes of the CUDA calls on tensors without data, which needs no GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     with FakeTensorMode():
-        terms = Terms(*(t.to("cuda", torch.float16) for t in make(broadcast=True)))
+        tensors = drawn(dtype=HALF, lone=BROADCAST).tensors
+        terms = Terms(**{n: torch.empty(t.shape, device="cuda", dtype=HALF) for n, t in tensors.items()})
         output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
         grads = {name: torch.empty_like(t) for name, t in zip(terms._fields, terms)}
         folding.forward(terms, SCALE, output, lse)
@@ -130,17 +88,16 @@ def test_folding_calls_what_cuda_offers():
         fill(grads, returned)
 
 
-@pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
+@without_cuda
 @pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop"])
 @pytest.mark.parametrize("cudnn", [False, True])
 def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, monkeypatch):
     """Check the calls of flash attention on tensors without data, which needs no GPU."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     monkeypatch.setattr(flash, "_has_flash", lambda index: True)
     monkeypatch.setattr(flash, "_prefers_cudnn", lambda *terms: cudnn)
 
-    def laid_out(tensor):
+    def laid_out(*shape: int) -> torch.Tensor:
+        tensor = torch.empty(shape, device="cuda", dtype=HALF)
         if layout == "heads outermost":
             return tensor
         if layout == "crop":
@@ -148,8 +105,8 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, 
         return tensor.permute(0, 2, 3, 1, 4).contiguous().permute(0, 3, 1, 2, 4)
 
     with FakeTensorMode():
-        content = make((True, False, False, False), d=8, dv=8, dtype=torch.float16)
-        terms = Terms(*(None if t is None else laid_out(t.cuda()) for t in content))
+        key = laid_out(2, 3, 2, 5, 8)
+        terms = Terms(laid_out(2, 3, 3, 4, 8), key, key, None, None, None)
         assert folding.is_flash(terms, SCALE)
         assert not folding.is_flash(terms._replace(value=terms.value[..., :6]), SCALE)
         assert not folding.is_flash(Terms(*(None if t is None else t.float() for t in terms)), SCALE)
@@ -160,24 +117,22 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, 
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
 @pytest.mark.parametrize("d, dv", [(16, 16), (64, 64), (16, 32), (20, 20)])
 def test_content_alone_on_cuda(d, dv, dtype):
     """Flash attention runs, except for widths that differ or are not multiples of 8."""
-    arguments = make((True, False, False, False), grid=(9, 8), keys=(5, 7), d=d, dv=dv, dtype=dtype)
-    check_against_reference(tuple(None if t is None else t.cuda() for t in arguments), dtype)
+    check(drawn(CONTENT, dtype, "cuda", grid=(9, 8), keys=(5, 7), d=d, dv=dv), FIRST, dtype, times=20)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("keys", [(5, 7), (200, 90)])  # the second is too wide to fold
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
 def test_cuda(dtype, keys, deterministic):
-    for broadcast in (False, True):
-        arguments = make(B=2, M=2, grid=(6, 7), keys=keys, d=16, dv=16, dtype=dtype, broadcast=broadcast)
-        arguments = tuple(t.cuda() for t in arguments)
-        torch.use_deterministic_algorithms(deterministic, warn_only=True)
-        try:
-            check_against_reference(arguments, dtype)
-        finally:
-            torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    try:
+        for lone in (FULL, BROADCAST):
+            some = drawn(dtype=dtype, device="cuda", M=2, grid=(6, 7), keys=keys, d=16, dv=16, lone=lone)
+            check(some, FIRST, dtype, times=20)
+    finally:
+        torch.use_deterministic_algorithms(False)
