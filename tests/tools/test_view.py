@@ -185,7 +185,7 @@ def test_a_trained_checkpoint_brings_its_own_arguments_and_size(trained, photogr
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "input: 16×24 pixels, at which the checkpoint was trained"
     assert printed[-1] == "work_dirs/attention/aa_wide_resnet28_10-run-best/cat/attention.html"
-    assert models.load_timm("aa_wide_resnet28_10", trained, {}).num_classes == 3
+    assert models.load_timm("aa_wide_resnet28_10", trained, {})[0].num_classes == 3
 
 
 def test_so_does_a_checkpoint_of_timms_train_py(photograph, tmp_path, monkeypatch, capsys):
@@ -202,13 +202,23 @@ def test_so_does_a_checkpoint_of_timms_train_py(photograph, tmp_path, monkeypatc
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "input: 24×24 pixels, at which the checkpoint was trained"
     assert printed[-1] == "work_dirs/attention/aa_wide_resnet28_10-run-model_best/cat/attention.html"
-    loaded = models.load_timm(args.model, Path("run/model_best.pth.tar"), {})
+    loaded, _ = models.load_timm(args.model, Path("run/model_best.pth.tar"), {})
     torch.testing.assert_close(loaded.state_dict(), model.state_dict())
     args.input_size = (3, 16, 32)
     torch.save(dict(arch=args.model, args=args, state_dict={}), "wide.pth.tar")
     assert models.training_of(Path("wide.pth.tar")).size == (16, 32)
     assert run("aa_resnet34", photograph, "--checkpoint", "run/model_best.pth.tar") == 2
     assert "holds those of aa_wide_resnet28_10" in capsys.readouterr().err
+
+
+def test_other_weights_bring_no_arguments(tmp_path):
+    torch.save({"weight": torch.ones(1)}, tmp_path / "weights.pth")
+    torch.save(torch.ones(1), tmp_path / "tensor.pth")
+    torch.save(timm.create_model("test_vit"), tmp_path / "module.pth")
+    torch.save({}, tmp_path / "legacy.pth", _use_new_zipfile_serialization=False)
+    (tmp_path / "empty.pth").touch()
+    for file in tmp_path.iterdir():
+        assert models.training_of(file) == models.Training()
 
 
 OURS = ["aa_resnet34", "IMAGE"]
@@ -227,6 +237,8 @@ OURS = ["aa_resnet34", "IMAGE"]
         ([VIT, "IMAGE", *options_of(SMALL_VIT), "--input-size", "64", "64"],
          "VisionTransformer does not accept 64×64 pixels; a ViT accepts any with --model-args dynamic_img_size=true"),
         ([*OURS, "--model-args", "kappa"], "--model-args must be KEY=VALUE, got 'kappa'"),
+        ([*OURS, "--model-args", "kappa=["], "--model-args must be KEY=VALUE with a value in YAML, got 'kappa=[': "),
+        ([VIT, "IMAGE", "--model-args", "attn_layer=attn9999"], f"MODEL {VIT} with {{'attn_layer': 'attn9999'}}: "),
         ([*OURS, "--checkpoint", "nowhere.pth"], "--checkpoint must be a file, got nowhere.pth"),
         ([*OURS, "--checkpoint", "IMAGE"], " does not fit aa_resnet34 {}: "),
         ([*OURS, "--checkpoint", "TRAINED"], " holds those of aa_wide_resnet28_10"),
@@ -238,6 +250,11 @@ def test_bad_arguments(arguments, words, photograph, trained, tmp_path, capsys):
     assert run(*(names.get(a, a) for a in arguments), "--output", tmp_path / "out") == 2
     assert words in capsys.readouterr().err.strip().splitlines()[-1]
     assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_no_folder(photograph, capsys):
+    assert run("attn_resnet50", photograph, "--input-size", 32, 32, "--output", photograph) == 2
+    assert capsys.readouterr().err == f"view: [Errno 17] File exists: '{photograph}'\n"
 
 
 # --- the page in a browser ----------------------------------------------------------------------------------------

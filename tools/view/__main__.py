@@ -41,7 +41,7 @@ from tools import command_parser
 from tools.pictures import BadPicture, open_picture
 from tools.view import figures
 from tools.view.layers import ViewError, is_deformable, known_layers
-from tools.view.models import is_mm, load_mm, load_timm, timm_size, view_mm, view_timm
+from tools.view.models import is_mm, load_mm, load_timm, refusing, timm_size, view_mm, view_timm
 from tools.view.page import write_page
 
 ROOT = Path("work_dirs/attention")
@@ -72,7 +72,7 @@ def show(options: argparse.Namespace) -> list[Path]:
     if is_mm(options.model):
         model = load_mm(options.model, options.checkpoint, options.device)
     else:
-        model = load_timm(options.model, options.checkpoint, arguments_of(options.model_args))
+        model, training = load_timm(options.model, options.checkpoint, arguments_of(options.model_args))
     if options.list:
         print("\n".join(known_layers(model)) or "no layer that can be shown")
         return []
@@ -88,7 +88,7 @@ def show(options: argparse.Namespace) -> list[Path]:
     if is_mm(options.model):
         view = view_mm(model, options.image, options.layers)
     else:
-        (H, W), why = timm_size(model, options.checkpoint, options.input_size)
+        (H, W), why = timm_size(model, training, options.input_size)
         view = view_timm(model, picture, options.layers, (H, W))
         print(f"input: {H}×{W} pixels, {why}")
     written = []
@@ -135,7 +135,8 @@ def arguments_of(texts: Sequence[str]) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals:
             raise ViewError(f"--model-args must be KEY=VALUE, got {text!r}")
-        arguments[key] = yaml.safe_load(value)
+        with refusing(f"--model-args must be KEY=VALUE with a value in YAML, got {text!r}", yaml.YAMLError):
+            arguments[key] = yaml.safe_load(value)
     return arguments
 
 
@@ -169,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         for file in show(parser.parse_args(arguments)):
             print(file)
-    except (BadPicture, ValueError) as error:
+    except (BadPicture, ValueError, OSError) as error:
         print(f"view: {error}", file=sys.stderr)
         return 2
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -91,17 +92,20 @@ def training_of(checkpoint: Path | None) -> Training:
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
-        name, given = content["arch"], vars(content["args"])
-    except Exception:  # weights of another kind, or none: timm's load_checkpoint reads them or says why it cannot
+    except (pickle.UnpicklingError, RuntimeError, AttributeError):
+        return Training()  # of another format, which timm's load_checkpoint reads or refuses; or torch is before 2.5
+    if not isinstance(content, dict) or not isinstance(content.get("args"), argparse.Namespace):
         return Training()
-    options = dict(num_classes=given["num_classes"], global_pool=given.get("gp"), **given.get("model_kwargs") or {})
+    given = vars(content["args"])
+    options = dict(num_classes=given.get("num_classes"), global_pool=given.get("gp"))
+    options |= given.get("model_kwargs") or {}
     sides = (given.get("input_size") or [0, given.get("img_size"), given.get("img_size")])[-2:]
     size = None if sides[0] is None else (sides[0], sides[1])
-    return Training(name, {key: value for key, value in options.items() if value is not None}, size)
+    return Training(content.get("arch"), {key: value for key, value in options.items() if value is not None}, size)
 
 
-def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn.Module:
-    """Load a model of timm in evaluation mode; :func:`training_of` a checkpoint brings its own options."""
+def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> tuple[nn.Module, Training]:
+    """Return a model of timm in evaluation mode, and what its checkpoint stores, which brings its own options."""
     need("timm", "safetensors")
     import timm
     from timm.models import load_checkpoint
@@ -112,12 +116,12 @@ def load_timm(name: str, checkpoint: Path | None, options: dict[str, Any]) -> nn
     if training.model is not None and training.model.partition(".")[0] != name.partition(".")[0]:
         raise ViewError(f"--checkpoint must be weights of {name}, but {checkpoint} holds those of {training.model}")
     options = {**training.options, **options}
-    with refusing(f"MODEL {name} with {options}", (TypeError, ValueError, RuntimeError)):
+    with refusing(f"MODEL {name} with {options}", (TypeError, ValueError, RuntimeError, AssertionError)):
         model = timm.create_model(name, **options).eval()
     if checkpoint is not None:
         with refusing(f"--checkpoint {checkpoint} does not fit {name} {options}"):  # torch, pickle or safetensors
             load_checkpoint(model, str(checkpoint))
-    return model
+    return model, training
 
 
 def load_mm(name: str, checkpoint: Path | None, device: str = "cpu") -> nn.Module:
@@ -140,14 +144,14 @@ def load_mm(name: str, checkpoint: Path | None, device: str = "cpu") -> nn.Modul
         return build(config, None if checkpoint is None else str(checkpoint), device=device)
 
 
-def timm_size(model: nn.Module, checkpoint: Path | None, given: Sequence[int] | None) -> tuple[tuple[int, int], str]:
-    """Return (H, W) of a timm model's input, and the reason: given, that of the checkpoint's training, or its own."""
+def timm_size(model: nn.Module, training: Training, given: Sequence[int] | None) -> tuple[tuple[int, int], str]:
+    """Return (H, W) of a timm model's input, and the reason: given, that of its training, or its own."""
     from timm.data import resolve_model_data_config
 
     if given is not None:
         return (given[0], given[1]), "as given"
-    if (trained := training_of(checkpoint).size) is not None:
-        return trained, "at which the checkpoint was trained"
+    if training.size is not None:
+        return training.size, "at which the checkpoint was trained"
     built = getattr(getattr(model, "patch_embed", None), "img_size", None)
     return tuple(built or resolve_model_data_config(model)["input_size"][1:]), "the model's own"
 
