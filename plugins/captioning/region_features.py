@@ -19,6 +19,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class RegionFeatures:
         """All N image ids, in the order of the file."""
         return list(self._reader.image_ids)
 
-    @property
+    @cached_property
     def feature_dim(self) -> int:
         """Number of channels D."""
         return self._reader.feature_dim
@@ -108,7 +109,8 @@ class RegionFeatures:
         ``.tsv`` has no scores; ``.hdf5`` may have scores, and boxes only in pixels (``pixel_boxes``).
 
         Raises:
-            ValueError: The image is not in the file, has no regions, or has NaN or infinite features.
+            ValueError: The image is not in the file, has no regions, has NaN or infinite features, or features of
+                another width than D.
         """
         if self.count(image_id) == 0:
             raise ValueError(f"{self.path}: image {image_id} has no regions")
@@ -118,6 +120,9 @@ class RegionFeatures:
             raise ValueError(f"{self.path}: image {image_id} cannot be read: {error}") from error
         if not np.isfinite(arrays["features"]).all():
             raise ValueError(f"{self.path}: image {image_id} has features that are NaN or infinite")
+        own, D = arrays["features"].shape[1], self.feature_dim
+        if own != D:  # HDF5 has a data set per image
+            raise ValueError(f"{self.path}: image {image_id} has features of {own} channels, others of {D}")
         return arrays
 
     @property

@@ -161,7 +161,7 @@ class TsvRegions:
                 f"{self.path}: row {number}, image {image_id}, must have {n} boxes and {n} x {self.feature_dim} "
                 "features, float32 in base64; or it is truncated"
             )
-        self.image_ids.append(int(image_id) if image_id.isdecimal() and str(int(image_id)) == image_id else image_id)
+        self.image_ids.append(_image_id(image_id))
         self._rows[image_id] = boxes, width, height, n
         return end + 2 if after[:1] == b"\r" else end + 1
 
@@ -211,7 +211,7 @@ class Hdf5Regions:
         if not names:
             found = ", ".join(sorted(self._file)[:5]) or "nothing"
             raise ValueError(f"{self.path} must have a dataset IMAGE_features for each image; it has {found}")
-        return [int(name) if name.isdecimal() else name for name in names]
+        return [_image_id(name) for name in names]
 
     @cached_property
     def feature_dim(self) -> int:
@@ -240,6 +240,11 @@ class Hdf5Regions:
         if f"{image_id}_boxes" in self._file:  # the file does not have the sizes of the pictures
             arrays["pixel_boxes"] = self._file[f"{image_id}_boxes"][()].astype(np.float32)
         return arrays
+
+
+def _image_id(text: str) -> ImageId:
+    """Return the number that ``text`` is; text such as ``007``, which its number would not find again, stays text."""
+    return int(text) if text.isdecimal() and str(int(text)) == text else text
 
 
 def _encoded(size: int) -> int:

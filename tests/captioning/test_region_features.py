@@ -60,7 +60,7 @@ def file(request, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("ids", [int, str, np.int64, "image-{}".format])
+@pytest.mark.parametrize("ids", [int, str, np.int64, "image-{}".format, "{:06}".format])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
     images = made_up(ids=ids)
@@ -207,6 +207,16 @@ def test_an_hdf5_file_of_other_datasets(tmp_path):
             hdf5[name] = array
         with pytest.raises(ValueError, match=message):
             RegionFeatures(tmp_path / "regions.h5").feature_dim  # noqa: B018
+
+
+def test_an_hdf5_file_of_features_of_other_widths(tmp_path):
+    h5py = pytest.importorskip("h5py", reason="HDF5 files need h5py")
+    with h5py.File(tmp_path / "regions.h5", "w") as hdf5:
+        hdf5["12_features"], hdf5["7_features"] = np.ones((2, 4)), np.ones((3, 5))
+    read = RegionFeatures(tmp_path / "regions.h5")
+    assert read.regions(12)["features"].shape == (2, 4)
+    with pytest.raises(ValueError, match=r"regions\.h5: image 7 has features of 5 channels, others of 4"):
+        read.regions(7)
 
 
 @pytest.mark.parametrize(
