@@ -56,7 +56,7 @@ def _example(
     masks: Mapping[str, Tensor] | None = None,
     lone: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Example:
-    """Draw the tensors that are named, with normal numbers that are multiples of 1/1024; ``lone`` axes are of size 1."""
+    """Draw the tensors that are named, of normal numbers that are multiples of 1/1024, with ``lone`` axes of size 1."""
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name in names.split():
         axes = (lone or {}).get(name, ())
@@ -99,11 +99,13 @@ def _products(e: SimpleNamespace, pairs: int, names: str) -> tuple[int, int] | N
     return (pairs * (e.d + e.dv), pairs * (3 * e.d + 2 * e.dv)) if "query" in names else None
 
 
-def _sequence_attention(names: str, *, masked=False, segments=False, **options: Any) -> Build:
+def sequence_attention(names: str, *, masked=False, segments=False, **options: Any) -> Build:
+    """Return calls with these tensors; the extents ``lone`` are axes of size 1 by the name of logits."""
+
     def build(size: Size, **given: Any) -> Example:
         e = _extents(
             size,
-            given,
+            dict(lone=dict(outside_logits=(1,), position_logits=(0,))) | given,
             tiny=dict(B=2, M=2, T=3, S=4, K=3, d=2, dv=2),
             small=dict(B=2, M=3, T=5, S=7, K=3, d=4, dv=5),
             large=dict(B=2, M=3, T=130, S=140, K=7, d=32, dv=24),
@@ -111,13 +113,13 @@ def _sequence_attention(names: str, *, masked=False, segments=False, **options: 
         B, S = e.B, e.S
         shapes = dict(
             query=(B, e.M, e.T, e.d), key=(B, e.M, S, e.d), value=(B, e.M, S, e.dv), band_logits=(B, e.M, e.T, e.K),
-            outside_logits=(B, 1, e.T), position_logits=(1, e.M, e.T, S),
+            outside_logits=(B, e.M, e.T), position_logits=(B, e.M, e.T, S),
         )  # fmt: skip
         masks = dict(key_padding_mask=torch.arange(S).expand(B, S) == 1) if masked else {}
         if segments:
             masks["segment_ids"] = (torch.arange(S) % 3).int().expand(B, S).contiguous()
         operations = _products(e, e.T * S, names)
-        return _example(ops.sequence_attention, shapes, names, dict(options, scale=0.7), operations, masks)
+        return _example(ops.sequence_attention, shapes, names, dict(options, scale=0.7), operations, masks, e.lone)
 
     return build
 
@@ -244,12 +246,12 @@ EXAMPLES: dict[str, Build] = {
     "global_attention, content": global_attention(CONTENT),
     "global_attention, position": global_attention("value row_logits column_logits key_logits"),
     "global_attention, prefix": global_attention(f"{CONTENT} row_logits key_logits prefix_key prefix_value"),
-    "sequence_attention": _sequence_attention(
+    "sequence_attention": sequence_attention(
         f"{CONTENT} band_logits outside_logits position_logits", masked=True, start=1
     ),
-    "sequence_attention, causal band": _sequence_attention("value band_logits", causal=True),
-    "sequence_attention, range": _sequence_attention(f"{CONTENT} band_logits", outside_logits=-math.inf, masked=True),
-    "sequence_attention, segments": _sequence_attention(f"{CONTENT} position_logits", segments=True),
+    "sequence_attention, causal band": sequence_attention("value band_logits", causal=True),
+    "sequence_attention, range": sequence_attention(f"{CONTENT} band_logits", outside_logits=-math.inf, masked=True),
+    "sequence_attention, segments": sequence_attention(f"{CONTENT} position_logits", segments=True),
     "window_attention": _window_attention(f"{CONTENT} position_logits"),
     "window_attention, content": _window_attention(CONTENT, stride=(1, 2)),
     "window_attention, position": _window_attention("value position_logits", kernel=(1, 7), border="zero"),

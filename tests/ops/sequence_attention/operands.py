@@ -1,58 +1,30 @@
-"""Random arguments of sequence attention, and calls with them."""
+"""Calls of sequence attention with any of its terms."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import backend, sequence_attention
-from attn_plugins.ops.common import library
-from tests.helpers.operator_checks import given
+from tests.ops.contract_examples import Example, sequence_attention
 
-# Whether content, band, outside and position logits are present.
-TERMS = [
-    terms
-    for terms in itertools.product((True, False), repeat=4)
-    if (terms[0] or terms[1] or terms[3]) and (terms[1] or not terms[2])
-]
-ALL = (True, True, True, True)
+LOGITS = ("band_logits outside_logits position_logits", "band_logits outside_logits", "band_logits position_logits",
+          "band_logits", "position_logits", "")  # fmt: skip
+TERMS = [f"{content} {logits}" for content in ("query key", "") for logits in LOGITS][:-1]
+ALL = TERMS[0]
 
 
-def operands(
-    terms=ALL, *, T=5, S=7, K=3, B=2, M=3, d=4, dv=5, dtype=torch.float64, device="cpu", grad=True, shared=False
-) -> tuple[Tensor | None, ...]:
-    """Return random arguments; with ``shared``, each kind of logits has one axis of size 1: batch, query or head."""
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, dtype=dtype, device=device, requires_grad=grad)
-
-    content, band, outside, position = terms
-    lone = 1 if shared else None
-    return (
-        draw(B, M, T, d) if content else None,
-        draw(B, M, S, d) if content else None,
-        draw(B, M, S, dv),
-        draw(B, M, lone or T if content or position else T, K) if band else None,
-        draw(B, lone or M, T) if outside else None,
-        draw(lone or B, M, T, S) if position else None,
-    )
-
-
-def attend(operands: tuple[Tensor | None, ...], mask: Tensor | None = None, **options) -> Tensor:
-    query, key, value, band, outside, position = operands
-    return sequence_attention(
-        query, key, value, band_logits=band, outside_logits=outside, position_logits=position, key_padding_mask=mask,
-        **options,
-    )  # fmt: skip
-
-
-def gradients(output: Tensor, operands, grad: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(output, given(*operands), grad, retain_graph=True))
+def drawn(
+    terms: str = ALL, dtype: torch.dtype = torch.float64, device: str = "cpu", *, mask: Tensor | None = None,
+    ids: Tensor | None = None, lone: dict[str, tuple[int, ...]] | None = None, options: dict[str, Any] | None = None,
+    **extents: int,
+) -> Example:  # fmt: skip
+    """Return a call, with a mask, ids of segments and options beside the tensors."""
+    some = sequence_attention(f"value {terms}")("small", lone=lone or {}, **extents).to(device, dtype)
+    masks = {n: t.to(device) for n, t in (("key_padding_mask", mask), ("segment_ids", ids)) if t is not None}
+    return some._replace(call=partial(some.call, **options or {}), tensors={**some.tensors, **masks})
 
 
 def padding(B: int, S: int) -> Tensor:
@@ -65,13 +37,7 @@ def padding(B: int, S: int) -> Tensor:
     return mask
 
 
-@contextmanager
-def taking(path: str) -> Iterator[None]:
-    """Use the compiled kernel, or its substitute on machines without the kernel."""
-    if path == "compiled":
-        if not library.has_kernel("cpu"):
-            pytest.skip("no CPU binary is compiled")
-        yield
-    else:
-        with backend("eager"):
-            yield
+def identifiers(rows: int, S: int) -> Tensor | None:
+    """Return ids (rows, S) of segments, in no order."""
+    generator = torch.Generator().manual_seed(rows)
+    return torch.randint(1 + rows, (rows, S), generator=generator, dtype=torch.int32) if rows else None

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import reference, sequence_attention
+from attn_plugins.ops import backend
 from attn_plugins.ops.common import chunks
 from attn_plugins.ops.sequence_attention import cpu
-from tests.helpers.operator_checks import given
-from tests.ops.sequence_attention.operands import TERMS, attend, gradients, operands, padding, taking
+from tests.ops.sequence_attention.operands import TERMS, drawn, identifiers, padding
+from tests.ops.test_contract import FIRST, assert_close, forced, results
+from tests.ops.test_contract_backends import DOUBLE, SINGLE, check
 
 
-def define(operands, mask=None, *, start=0, causal=False, scale=1.0, segment_ids=None) -> Tensor:
-    return reference.sequence_attention(*operands, mask, start, causal, scale, segment_ids)
-
-
-def by_loops(operands, mask, start, causal, scale, ids) -> Tensor:
+def by_loops(
+    value, query=None, key=None, band_logits=None, outside_logits=None, position_logits=None, key_padding_mask=None,
+    segment_ids=None, *, start=0, causal=False,
+) -> Tensor:  # fmt: skip
     """Compute the definition for every query and key separately."""
-    query, key, value, band, outside, position = operands
     B, M, S, dv = value.shape
-    T = max(t.shape[2] for t in (query, band, outside, position) if t is not None)
+    T = max(t.shape[2] for t in (query, band_logits, outside_logits, position_logits) if t is not None)
     output = torch.zeros(B, M, T, dv, dtype=torch.float64)
 
     def at(tensor, b, m, t):
@@ -32,39 +32,37 @@ def by_loops(operands, mask, start, causal, scale, ids) -> Tensor:
 
     for b, m, t in itertools.product(range(B), range(M), range(T)):
         weights = {}
+        ids = None if segment_ids is None else segment_ids[b % len(segment_ids)]
         for s in range(S):
             offset = s - (start + t)
-            if (causal and offset > 0) or (mask is not None and mask[b, s]):
+            if (causal and offset > 0) or (key_padding_mask is not None and key_padding_mask[b, s]):
                 continue
-            if ids is not None and ids[b % len(ids), start + t] != ids[b % len(ids), s]:
+            if ids is not None and ids[start + t] != ids[s]:
                 continue
             logit = 0.0
             if query is not None:
-                logit += scale * float(query[b, m, t] @ key[b, m, s])
-            if band is not None:
-                K = band.shape[3]
+                logit += 0.7 * float(query[b, m, t] @ key[b, m, s])
+            if band_logits is not None:
+                K = band_logits.shape[3]
                 tap = offset + (K - 1 if causal else (K - 1) // 2)
                 if 0 <= tap < K:
-                    logit += float(at(band, b, m, t)[tap])
-                elif outside is not None:
-                    logit += float(at(outside, b, m, t))
-            if position is not None:
-                logit += float(at(position, b, m, t)[s])
+                    logit += float(at(band_logits, b, m, t)[tap])
+                elif outside_logits is not None:
+                    logit += float(at(outside_logits, b, m, t))
+            if position_logits is not None:
+                logit += float(at(position_logits, b, m, t)[s])
             weights[s] = math.exp(logit)
-        total = sum(weights.values())
         for s, weight in weights.items():
-            if weight:
-                output[b, m, t] += weight / total * value[b, m, s]
+            output[b, m, t] += weight / sum(weights.values()) * value[b, m, s]
     return output
 
 
-@pytest.fixture(params=["compiled", "plain", "plain, one query a chunk"])
+@pytest.fixture(params=["first", "plain", "plain, one query a chunk"])
 def path(request, monkeypatch):
-    """Run the test with the compiled kernel, and with its substitute on machines without the kernel."""
+    """Return the backend that serves by itself, or PyTorch's, in chunks of any size."""
     if request.param == "plain, one query a chunk":
         monkeypatch.setitem(chunks.WORKSPACE, "cpu", 1)
-    with taking(request.param):
-        yield request.param
+    return FIRST if request.param == "first" else "eager"
 
 
 # Terms; causal and start; whether logits are shared, and keys masked: each meets each at least once. Rows of segments.
@@ -78,141 +76,88 @@ CASES = [
 every_case = pytest.mark.parametrize("terms, causal, start, shared, masked, segments", CASES, ids=str)
 
 
-def identifiers(rows: int, S: int) -> Tensor | None:
-    """Return ids (rows, S) of segments, in no order."""
-    generator = torch.Generator().manual_seed(rows)
-    return torch.randint(1 + rows, (rows, S), generator=generator, dtype=torch.int32) if rows else None
+def case(terms, causal, start, shared, masked, segments, *, S: int, **extents):
+    lone = dict(outside_logits=(1,), position_logits=(0,)) if shared else {}
+    if shared and ("query" in terms or "position" in terms):
+        lone["band_logits"] = (2,)
+    return drawn(terms, lone=lone, mask=padding(4, S) if masked else None, ids=identifiers(segments, S),
+                 options=dict(start=start, causal=causal), B=4, S=S, **extents)  # fmt: skip
 
 
 @every_case
 def test_reference_is_the_formula(terms, causal, start, shared, masked, segments):
-    torch.manual_seed(0)
-    arguments = operands(terms, T=4, S=6, B=4, M=2, K=3, grad=False, shared=shared)
-    mask, ids = padding(4, 6) if masked else None, identifiers(segments, 6)
-    expected = by_loops(arguments, mask, start, causal, 0.7, ids)
-    output = define(arguments, mask, start=start, causal=causal, scale=0.7, segment_ids=ids)
-    torch.testing.assert_close(output, expected)
-
-
-def check(arguments, mask=None, tolerance=None, start=None, **options) -> None:
-    """Compare output and gradients with the reference."""
-    expected = define(arguments, mask, start=start or 0, **options)
-    output = attend(arguments, mask, start=start or 0, **options)
-    torch.testing.assert_close(output, expected, **(tolerance or {}))
-    grad = torch.randn_like(expected)
-    wanted = gradients(expected, arguments, grad)
-    for gradient, other in zip(gradients(output, arguments, grad), wanted):
-        torch.testing.assert_close(gradient, other, **(tolerance or {}))
+    some = case(terms, causal, start, shared, masked, segments, T=4, S=6, M=2)
+    with backend("reference"):
+        output = some.call(**some.tensors)
+    torch.testing.assert_close(output, by_loops(**some.tensors, start=start, causal=causal))
 
 
 @every_case
 def test_every_path_equals_the_reference(terms, causal, start, shared, masked, segments, path):
-    torch.manual_seed(1)
-    mask, options = padding(4, 7) if masked else None, dict(start=start, causal=causal, scale=0.7)
-    for K in (1, 5, 17) if terms[1] else (1,):
-        arguments = operands(terms, T=5, S=7, B=4, K=K, shared=shared)
-        check(arguments, mask, segment_ids=identifiers(segments, 7), **options)
+    for K in (1, 5, 17) if "band" in terms else (1,):
+        check(case(terms, causal, start, shared, masked, segments, S=7, K=K), path, DOUBLE)
 
 
 @pytest.mark.parametrize(
-    "B, M, T, which", [(37, 3, 7, (0, 1, 2)), (5, 1, 9, (0,)), (5, 1, 9, (1,)), (37, 3, 7, (2,)), (3, 2, 400, (0, 2))]
-)
-def test_a_batch_shares_logits(B, M, T, which, path):
+    "B, M, T, shared",
+    [(37, 3, 7, TERMS[6]), (5, 1, 9, "band_logits"), (5, 1, 9, "outside_logits"), (37, 3, 7, "position_logits"),
+     (3, 2, 400, "band_logits position_logits")],
+)  # fmt: skip
+def test_a_batch_shares_logits(B, M, T, shared, path):
     """Their gradients are sums over the batch, computed in parts that do not divide it evenly."""
-    if path == "plain, one query a chunk" and T > 50:
+    if path == "eager" and T > 50 and chunks.WORKSPACE["cpu"] == 1:
         pytest.skip("a loop of many queries")
-    torch.manual_seed(4)
-    query, key, value, *logits = operands(T=T, S=11, B=B, M=M, K=5)
-    logits = [t.detach()[:1].requires_grad_() if n in which else t for n, t in enumerate(logits)]
-    check((query, key, value, *logits), padding(B, 11), scale=0.5)
+    lone = dict.fromkeys(shared.split(), (0,))
+    check(drawn(lone=lone, mask=padding(B, 11), T=T, S=11, B=B, M=M, K=5), path, DOUBLE)
 
 
-@pytest.mark.parametrize("number", [0, 0.0, -1.5, 2])
-def test_outside_logits_may_be_a_number(number, path):
-    arguments = operands((True, True, True, False), S=9, K=5)
-    query, key, value, band, _, _ = arguments
-    constant = torch.full((1, 1, 1), float(number), dtype=torch.float64)
-    output = sequence_attention(query, key, value, band_logits=band, outside_logits=number)
-    torch.testing.assert_close(output, define((query, key, value, band, constant, None)))
-    if number == 0:
-        assert torch.equal(output, sequence_attention(query, key, value, band_logits=band))
-
-
+@pytest.mark.parametrize("number", [0, -1.5, -math.inf])
 @pytest.mark.parametrize("causal, start", [(False, 0), (False, 7), (False, 14), (True, 0), (True, 7), (True, 16)])
-@pytest.mark.parametrize(
-    "K, position, shared",
-    [(3, False, True), (3, True, False), (5, False, False)],  # K: a window, and too many keys
-)
-def test_minus_infinity_outside_limits_the_range(causal, start, shared, position, K, path):
-    torch.manual_seed(4)
-    arguments = operands((True, True, False, position), B=3, S=12, T=6, K=K, shared=shared)
-    query, key, value, band, _, logits = arguments
-    mask = padding(3, 12)
-    nothing = torch.full((1, 1, 1), -math.inf, dtype=torch.float64)
-    expected = define(
-        (query, key, value, band, nothing, logits), mask, start=start, causal=causal, scale=0.7
+@pytest.mark.parametrize("K, others", [(3, "shared"), (3, "position_logits"), (5, ""), (3, "segments")])
+def test_outside_logits_may_be_a_number(number, causal, start, K, others, path):
+    """One of -inf limits the range: to windows of 3 of 12 keys, which pays, or to 5. Some queries have no key."""
+    start, ids = (start % 6, identifiers(3, 12)) if others == "segments" else (start, None)
+    mask = None if others == "shared" and causal else padding(3, 12)
+    some = drawn(
+        f"query key band_logits outside_logits {others if 'logits' in others else ''}", mask=mask, ids=ids,
+        lone=dict(band_logits=(2,)) if others == "shared" else None, options=dict(start=start, causal=causal), B=3, T=6,
+        S=12, K=K,
     )  # fmt: skip
-    output = sequence_attention(
-        query, key, value, band_logits=band, outside_logits=-math.inf, position_logits=logits, causal=causal,
-        key_padding_mask=mask, scale=0.7, start=start,
-    )  # fmt: skip
-    torch.testing.assert_close(output, expected)
-    if not output.requires_grad:  # no query has a key
-        assert not output.any()
-        return
-    grad = torch.randn_like(expected)
-    for one, other in zip(gradients(output, arguments, grad), gradients(expected, arguments, grad)):
-        torch.testing.assert_close(one, other)
-
-
-def test_a_range_within_segments(path):
-    query, key, value, band, *_ = operands((True, True, False, False), T=6, S=40, B=2, grad=False)
-    nothing, ids = torch.full((1, 1, 1), -math.inf, dtype=torch.float64), identifiers(2, 40)
-    expected = define((query, key, value, band, nothing, None), start=1, segment_ids=ids)
-    output = sequence_attention(
-        query, key, value, band_logits=band, outside_logits=-math.inf, start=1, segment_ids=ids
-    )  # fmt: skip
-    torch.testing.assert_close(output, expected)
+    some.tensors["outside_logits"].fill_(number)
+    with forced("reference"):
+        expected = results(some)
+    for given in (some.tensors, expected):
+        del given["outside_logits"]
+    with forced(path):
+        assert_close(results(some._replace(call=partial(some.call, outside_logits=number))), expected, 1e-12)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_never_changes_the_other_tokens(causal, path):
     """Values in the padding do not matter either, even infinite ones as an uninitialised buffer may hold."""
-    arguments = operands(T=12, S=12, K=5, grad=False)
-    query, key, value, band, outside, position = arguments
-    short = sequence_attention(
-        query[:, :, :8], key[:, :, :8], value[:, :, :8], band_logits=band[:, :, :8],
-        outside_logits=outside[:, :, :8], position_logits=position[:, :, :8, :8], causal=causal,
-    )  # fmt: skip
-    mask = torch.zeros(2, 12, dtype=torch.bool)
-    mask[:, 8:] = True
-    key[:, :, 8:], value[:, :, 8:], position[..., 8:] = 1e30, 1e30, 1e30
-    torch.testing.assert_close(attend(arguments, mask, causal=causal)[:, :, :8], short)
+    some = drawn(T=12, S=12, K=5, options=dict(causal=causal))
+    short = {n: t[:, :, :8, :8] if n == "position_logits" else t[:, :, :8] for n, t in some.tensors.items()}
+    mask = torch.arange(12).expand(2, 12) >= 8
+    with forced(path):
+        expected = some.call(**short)
+        for n, place in (("key", (..., slice(8, 12), slice(None))), ("value", (..., slice(8, 12), slice(None))),
+                         ("position_logits", (..., slice(8, 12)))):  # fmt: skip
+            some.tensors[n][place] = 1e30
+        torch.testing.assert_close(some.call(**some.tensors, key_padding_mask=mask)[:, :, :8], expected)
 
 
 def test_memory_is_that_of_the_arguments(path):
     """Neither pass stores all logits: the test counts bytes beyond arguments and their gradients."""
     from tools.bench.memory import peak_memory
 
-    if path == "plain, one query a chunk":
+    if chunks.WORKSPACE["cpu"] == 1:
         pytest.skip("a loop of many queries")
-    B, M, T, d = 1, 4, 2048, 16
-    arguments = operands((True, True, True, False), B=B, M=M, T=T, S=T, d=d, dv=d, K=7, dtype=torch.float32)
-    logits = B * M * T * T * 4
-    held = peak_memory(
-        lambda: torch.autograd.grad(attend(arguments, causal=True).square().sum(), given(*arguments)), "cpu"
-    )
-    assert held < logits // 4
-
-
-def test_gradients_of_queries_far_behind_all_keys():
-    """The band reaches no key: outputs are 0, and the gradients exist and are 0."""
-    terms = [torch.randn(1, 2, n, 4, requires_grad=True) for n in (3, 40, 40)]
-    band = torch.randn(1, 2, 3, 5, requires_grad=True)
-    output = sequence_attention(*terms, band_logits=band, outside_logits=-math.inf, start=60)
-    assert not output.any()
-    for grad in torch.autograd.grad(output.sum(), [*terms, band]):
-        assert not grad.any()
+    B, M, T = 1, 4, 2048
+    some = drawn(TERMS[1], SINGLE, B=B, M=M, T=T, S=T, d=16, dv=16, K=7, options=dict(causal=True))
+    leaves = some.leaves()
+    with forced(path):
+        held = peak_memory(lambda: torch.autograd.grad(some.call(**leaves).square().sum(), [*leaves.values()]), "cpu")
+    assert held < B * M * T * T  # bytes: a quarter of all logits
 
 
 SLOTS = [(1, 1, 4800, 16), (2, 4, 4800, 2), (1, 1, 100, 3), (3, 8, 4800, 1), (0, 0, 0, 1)]
