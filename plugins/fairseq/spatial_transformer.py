@@ -141,8 +141,13 @@ class OwnCheckpoints:
         """
         kept = pruned_options(model_cfg) if model_cfg is not None else {}
         try:
-            result = super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
             with open_dict(model_cfg) if OmegaConf.is_config(model_cfg) else nullcontext():
+                for side in ("encoder", "decoder") if kept else ():
+                    # fairseq would drop all layers of a side that is not pruned.
+                    if hasattr(self, side) and not getattr(model_cfg, f"{side}_layers_to_keep", None):
+                        numbers = range(len(getattr(self, side).layers))
+                        setattr(model_cfg, f"{side}_layers_to_keep", ",".join(map(str, numbers)))
+                result = super().load_state_dict(state_dict, strict, model_cfg, args)  # type: ignore[misc]
                 for name, value in kept.items():
                     setattr(model_cfg, name, value)
             return result

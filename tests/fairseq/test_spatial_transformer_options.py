@@ -146,11 +146,15 @@ def test_layerdrop_prunes_to_the_layers_to_keep():
     cfg = OmegaConf.create({"_name": "spatial_transformer", **options, **keep})
     pruned.load_state_dict(whole.state_dict(), model_cfg=cfg)
     assert (cfg.encoder_layers, cfg.decoder_layers, cfg.encoder_kernel_sizes) == (2, 1, "3,7")
+    one_side = build(**options, encoder_layers_to_keep="0,2").eval()
+    one_cfg = OmegaConf.create({"_name": "spatial_transformer", **options, "encoder_layers_to_keep": "0,2"})
+    one_side.load_state_dict(whole.state_dict(), model_cfg=one_cfg)
     again = build(**cfg).eval()  # of the options that the pruned model is saved with
     again.load_state_dict(pruned.state_dict(), model_cfg=cfg)
     whole.encoder.layers = torch.nn.ModuleList([whole.encoder.layers[0], whole.encoder.layers[2]])
-    whole.decoder.layers, whole.decoder.num_layers = whole.decoder.layers[1:2], 1
     sample = batch(whole)
+    torch.testing.assert_close(one_side(**sample)[0], whole(**sample)[0])
+    whole.decoder.layers, whole.decoder.num_layers = whole.decoder.layers[1:2], 1
     torch.testing.assert_close(pruned(**sample)[0], whole(**sample)[0])
     torch.testing.assert_close(again(**sample)[0], whole(**sample)[0])
 
