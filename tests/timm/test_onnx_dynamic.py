@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from attn_plugins.timm import accelerate
-from tests.helpers.small_vits import build
+from tests.helpers.small_vits import SMALL, build
 from tests.timm import test_accelerate
 
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -31,6 +31,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, int], tuple[int, int
     "attn1111": (lambda: build("attn1111"), (48, 64), (48, 64)),
     "attn_range7": (lambda: build("attn_range7"), (48, 64), (48, 64)),
     "attn_bilateral": (lambda: build("attn_bilateral"), (48, 64), (48, 64)),
+    "groups of unequal size": (
+        lambda: timm.create_model("timesformer_small_patch16_224", pattern="local_global", **{**SMALL, "depth": 1}),
+        (48, 64),
+        (48, 64),
+    ),
     "attn1111_resnet50": (lambda: resnet("attn1111_resnet50"), (48, 64), (64, 96)),
     "dcn_resnet50": (lambda: resnet("dcn_resnet50"), (48, 64), (64, 96)),
     "aa_resnet34": (lambda: resnet("aa_resnet34"), (48, 64), (48, 64)),

@@ -83,6 +83,7 @@ def _sizes(grid: Sequence[int], region: Region) -> list[int] | None:
 def _cuts(grid: Sequence[int], region: Region) -> Cut:
     """Return the slices of T, H and W that form groups: halves of H and W, or every second index of each axis."""
     if region == "local":
-        halves = [[slice(0, -(-n // 2)), slice(-(-n // 2), n)][: min(n, 2)] for n in grid[1:]]
+        # Not -(-n // 2): TorchScript's ONNX exporter truncates quotients of traced sizes.
+        halves = [[slice(0, (n + 1) // 2), slice((n + 1) // 2, n)][: min(n, 2)] for n in grid[1:]]
         return [slice(0, grid[0])], *halves
     return tuple([slice(first, n, 2) for first in range(min(n, 2))] for n in grid)
