@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attn_plugins.modules import MultiScaleDeformableAttention
 from tests.helpers.module_inputs import drawn
-from tests.ops.deformable_attention.operands import pixel
+from tests.ops.deformable_attention.test_deformable_attention import pixel
 
 SHAPES = ((4, 6), (2, 3))
 S = 30

@@ -9,13 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import criss_cross_attention, reference
+from attn_plugins.ops import backend, criss_cross_attention, reference
 from attn_plugins.ops.criss_cross_attention import eager
 from tests.helpers.operator_checks import DEVICES
-from tests.ops.criss_cross_attention.operands import LOGITS, operands
+from tests.ops.contract_examples import EXAMPLES
+from tests.ops.test_contract import example
+
+NAMES = [n for n in EXAMPLES if n.startswith("criss_cross")]
 
 
-def by_loops(query, key, value, position, scale) -> Tensor:
+def by_loops(value, query=None, key=None, position_logits=None) -> Tensor:
     """Compute the definition for every query, key and channel; the query's own position counts once, in its row."""
     B, M, H, W, _ = value.shape
     output = torch.zeros_like(value)
@@ -24,26 +27,26 @@ def by_loops(query, key, value, position, scale) -> Tensor:
         assert len(keys) == H + W - 1
         weights = {}
         for (i, j), entry in keys.items():
-            logit = 0.0 if position is None else position[b, m, h, w, entry].item()
+            logit = 0.0 if position_logits is None else position_logits[b, m, h, w, entry].item()
             if query is not None:
-                logit += scale * sum(
-                    query[b, m, h, w, n].item() * key[b, m, i, j, n].item() for n in range(query.shape[-1])
-                )
+                pairs = zip(query[b, m, h, w].tolist(), key[b, m, i, j].tolist())
+                logit += 0.7 * sum(one * other for one, other in pairs)
             weights[i, j] = math.exp(logit)
         for (i, j), weight in weights.items():
             output[b, m, h, w] += weight / sum(weights.values()) * value[b, m, i, j]
     return output
 
 
-@pytest.mark.parametrize("logits", LOGITS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [(3, 4), (4, 2), (1, 3), (3, 1), (1, 1)])
-def test_reference_is_the_formula(size, logits):
-    terms = operands(size, logits, batch=1, heads=2, grad=False)
-    torch.testing.assert_close(reference.criss_cross_attention(*terms, 0.7), by_loops(*terms, 0.7))
+def test_reference_is_the_formula(size, name):
+    some = example(name, dtype=torch.float64, B=1, map=size)
+    with backend("reference"):
+        torch.testing.assert_close(some.call(**some.tensors), by_loops(**some.tensors))
 
 
 def test_probabilities_are_the_weights():
-    terms = operands(grad=False)
+    terms = list(example(NAMES[0], dtype=torch.float64).tensors.values())
     H, W = terms[2].shape[2:4]
     probabilities = reference.criss_cross_probabilities(*terms, 0.3)
     weights = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.3, False)[1]
@@ -55,30 +58,31 @@ def test_probabilities_are_the_weights():
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, 7.0])
 def test_the_own_entry_of_the_column_is_not_read(number):
-    query, key, value, position = operands((3, 4))
-    expected = criss_cross_attention(query, key, value, position)
+    *terms, position = example(NAMES[0], dtype=torch.float64, map=(3, 4)).leaves().values()
+    expected = criss_cross_attention(*terms, position)
     other = position.detach().clone()
     other[..., :3].diagonal(dim1=2, dim2=4).fill_(number)
     other.requires_grad_()
-    output = criss_cross_attention(query, key, value, other)
+    output = criss_cross_attention(*terms, other)
     torch.testing.assert_close(output, expected, rtol=0, atol=0)
     gradient = torch.autograd.grad(output.square().sum(), other)[0]
     torch.testing.assert_close(gradient, torch.autograd.grad(expected.square().sum(), position)[0])
     assert not gradient[..., :3].diagonal(dim1=2, dim2=4).any()
 
 
-@pytest.mark.parametrize("recompute, logits", [(False, "both"), (True, "position")])
-def test_opcheck_of_what_is_kept(recompute, logits):
-    terms = operands((4, 9), logits, batch=1, heads=2, dtype=torch.float32)
-    torch.library.opcheck(torch.ops.attn_plugins.criss_cross_attention, (*terms, 0.5, recompute))
-    output, *kept = torch.ops.attn_plugins.criss_cross_attention(*terms, 0.5, recompute)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_kept(recompute):
+    """The weights or the log-sum-exps; the contract's opcheck is of calls that keep weights."""
+    terms = None, None, *example(NAMES[2], B=1, map=(4, 9)).leaves().values()
+    operator = torch.ops.attn_plugins.criss_cross_attention
+    output, *kept = operator(*terms, 0.5, recompute)
     assert [t.numel() > 0 for t in kept] == [not recompute, recompute]
-    needs = [t is not None for t in terms]
-    detached = [None if t is None else t.detach() for t in terms]
-    torch.library.opcheck(
-        torch.ops.attn_plugins.criss_cross_attention_backward,
-        (torch.randn_like(output), *detached, *(t.detach() for t in (output, *kept)), 0.5, recompute, needs),
-    )
+    if recompute:
+        torch.library.opcheck(operator, (*terms, 0.5, True))
+        detached = [None if t is None else t.detach() for t in (*terms, output, *kept)]
+        needs = [t is not None for t in terms]
+        backward = torch.ops.attn_plugins.criss_cross_attention_backward
+        torch.library.opcheck(backward, (torch.randn_like(output), *detached, 0.5, True, needs))
 
 
 @pytest.mark.parametrize("device", DEVICES)

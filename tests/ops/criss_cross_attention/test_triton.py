@@ -9,19 +9,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attn_plugins.ops import backend, criss_cross_attention, explain
 from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
-from attn_plugins.ops.criss_cross_attention.criss_cross_attention import ATTEND
 from attn_plugins.ops.criss_cross_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, check, needs_triton, randn
+from tests.helpers.triton_checks import DEVICE, needs_triton, randn
+from tests.ops.contract_examples import Example
+from tests.ops.test_contract import example
+from tests.ops.test_contract_backends import HALF, LAYOUTS, check
 
 pytestmark = needs_triton
 TAKES = "its kernels take content alone, in float16 and bfloat16"
 RECOMPUTE = Options(0.7, True)
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 
 
-def terms(size=(2, 3), *, batch=1, heads=1, d=4, dv=5, dtype=torch.float16) -> Terms:
-    query, key = (randn(batch, heads, *size, d, dtype=dtype, seed=seed) for seed in (0, 1))
-    return Terms(query, key, randn(batch, heads, *size, dv, dtype=dtype, seed=2), None)
+def drawn(size=(2, 3), dtype=HALF, *, B=1, M=1, d=4, dv=5) -> Example:
+    return example("criss_cross_attention, content", "tiny", DEVICE, dtype, map=size, B=B, M=M, d=d, dv=dv)
+
+
+def terms(*args, **kwargs) -> Terms:
+    return Terms(*drawn(*args, **kwargs).tensors.values(), None)
 
 
 @pytest.fixture
@@ -34,38 +38,26 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1)])
 def test_lines_of_one_place(size):
-    check(ATTEND, terms(size), RECOMPUTE)
+    check(drawn(size), "triton", HALF)
 
 
 @pytest.mark.parametrize("size", [(18, 1), pytest.param((2, 18), marks=pytest.mark.slow)])
 def test_several_blocks(size, small_blocks):
-    check(ATTEND, terms(size, d=17, dv=18), RECOMPUTE)
+    check(drawn(size, d=17, dv=18), "triton", HALF)
 
 
-def test_views_are_read_in_place():
-    """Channels-last projections, fused ones, channels first, a crop, a stretched head: all but one without a copy."""
-    B, M, H, W, d = 1, 2, 2, 1, 4
-    fused = randn(B, H, W, 3 * M * d, dtype=torch.float16)
-    views = {
-        "projections": [
-            randn(B, H, W, M * d, dtype=torch.float16, seed=n).unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4)
-            for n in range(3)
-        ],
-        "fused": [part.unflatten(-1, (M, d)).permute(0, 3, 1, 2, 4) for part in fused.chunk(3, -1)],
-        "channels first": [randn(B, M, d, H, W, dtype=torch.float16, seed=n).permute(0, 1, 3, 4, 2) for n in range(3)],
-        "crop": [randn(B, M, H + 2, W + 3, d, dtype=torch.float16, seed=n)[:, :, 1:-1, 2:-1] for n in range(3)],
-        "stretched": [randn(B, 1, H, W, d, dtype=torch.float16, seed=n).expand(B, M, H, W, d) for n in range(3)],
-    }
-    for name, tensors in views.items():
-        check(ATTEND, Terms(*tensors, None), RECOMPUTE)
-        copied = [t.data_ptr() for t in triton_criss_cross._Launches(Terms(*tensors, None), RECOMPUTE).terms]
-        kept = [t.data_ptr() for t in tensors]
-        assert (copied == kept) == (name != "channels first"), name
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_views_are_read_in_place(layout):
+    """Those with contiguous widths; ``test_contract_backends.py`` compares the results."""
+    tensors = [LAYOUTS[layout](t) for t in terms((2, 3), B=2, M=2)[:3]]
+    read = triton_criss_cross._Launches(Terms(*tensors, None), RECOMPUTE).terms
+    copied = [t.data_ptr() for t in read] != [t.data_ptr() for t in tensors]
+    assert copied == (layout in ("every second", "last two axes exchanged", "channels second", "batch innermost"))
 
 
 def test_a_result_that_was_changed_has_no_gradients():
     """As with PyTorch's own attention: the backward reads the output."""
-    leaves = [t.requires_grad_() for t in terms((2, 1))[:3]]
+    leaves = drawn((2, 1)).leaves().values()
     with backend("triton"):
         output = criss_cross_attention(*leaves)
         output += 1

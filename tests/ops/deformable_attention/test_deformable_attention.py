@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,10 @@ from tests.helpers import triton_checks
 from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import DEVICES
 from tests.ops.deform_conv.operands import same_where_finite
-from tests.ops.deformable_attention.operands import SHAPES, by_loops, operands
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import FIRST, example, forced
 
+SHAPES = ((5, 7), (3, 4), (1, 2))
 by = pytest.mark.parametrize(
     "name, backend, device",
     [
@@ -28,7 +30,33 @@ by = pytest.mark.parametrize(
         pytest.param("deformable_attention", FIRST, "cuda", marks=pytest.mark.cuda),
     ],
 )
-INF, NAN = float("inf"), float("nan")
+INF, NAN = math.inf, math.nan
+
+
+def operands(device: str = "cpu", dtype: torch.dtype = torch.float32, **extents) -> list[Tensor]:
+    """Return value, locations and weights. Some locations lie outside the map, none on a whole pixel."""
+    return list(example("deformable_attention", device=device, dtype=dtype, **extents).leaves().values())
+
+
+def pixel(value: Tensor, first: int, H: int, W: int, y: int, x: int) -> Tensor:
+    """Read a pixel of one head; value is (S, d)."""
+    return value[first + y * W + x] if 0 <= y < H and 0 <= x < W else torch.zeros_like(value[0])
+
+
+def by_loops(value: Tensor, shapes: Sequence[tuple[int, int]], locations: Tensor, weights: Tensor) -> Tensor:
+    """Compute Zhu et al. (2021), Eq. 3, without projections, sample by sample."""
+    B, _, M, d = value.shape
+    _, Q, _, L, K = weights.shape
+    output = torch.zeros(B, Q, M, d, dtype=value.dtype)
+    starts = [0, *itertools.accumulate(H * W for H, W in shapes)]
+    for b, q, m, level, k in itertools.product(*map(range, (B, Q, M, L, K))):
+        H, W = shapes[level]
+        x, y = (locations[b, q, m, level, k] * torch.tensor([W, H]) - 0.5).tolist()
+        for row, column in itertools.product((math.floor(y), math.floor(y) + 1), (math.floor(x), math.floor(x) + 1)):
+            share = (1 - abs(y - row)) * (1 - abs(x - column))
+            read = pixel(value[b, :, m], starts[level], H, W, row, column)
+            output[b, q, m] += weights[b, q, m, level, k] * share * read
+    return output.flatten(2)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +64,9 @@ INF, NAN = float("inf"), float("nan")
 )
 def test_reference_is_the_formula(extents):
     some = example("deformable_attention", dtype=torch.float64, **extents)
-    terms, shapes = some.tensors.values(), extents.get("levels", SHAPES)
+    value, *terms = some.tensors.values()
     with ops.backend("reference"):
-        output = some.call(**some.tensors)
-    value, locations, weights = terms
-    torch.testing.assert_close(output, by_loops(value, shapes, locations, weights))
+        torch.testing.assert_close(some.call(**some.tensors), by_loops(value, extents.get("levels", SHAPES), *terms))
 
 
 @by
@@ -100,9 +126,8 @@ def test_numbers_that_are_not_finite_spoil_their_own_samples_alone(name, backend
 def test_points_that_differ_by_level(device):
     """One call equals the sum of one call per level."""
     points = (3, 0, 2)
-    value, *_ = operands(device=device)
-    locations = torch.rand(2, 6, 3, 5, 2, dtype=torch.float64, device=device)
-    weights = torch.rand(2, 6, 3, 5, dtype=torch.float64, device=device)
+    value, *_ = operands(device)
+    locations, weights = torch.rand(2, 6, 3, 5, 2, device=device), torch.rand(2, 6, 3, 5, device=device)
     output = deformable_attention(value, SHAPES, locations, weights, points)
     expected, row, point = 0, 0, 0
     for (H, W), count in zip(SHAPES, points):
@@ -124,7 +149,7 @@ def test_compiled_gradients_of_any_size():
 
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
     for size in ((5, 7), (9, 4), (6, 8)):
-        value, *beside = operands((size,), dtype=torch.float32)
+        value, *beside = operands(levels=(size,))
         terms = (value.detach().unflatten(1, size).requires_grad_(), *beside)
         gradient = torch.randn(2, 6, 12)
         wanted = torch.autograd.grad(attend(*terms), terms, gradient)
@@ -167,7 +192,7 @@ def test_the_values_of_a_tensor_of_shapes_are_no_constants(way, tmp_path):
     """mmdet's layers always pass a Tensor; one graph serves other shapes of as many pixels, and any batch."""
     arguments = []
     for shapes, batch in ((SHAPES, 2), (SHAPES, 3), (((7, 5), (4, 3), (2, 1)), 2)):
-        value, *beside = operands(shapes, batch=batch, dtype=torch.float32, grad=False)
+        value, *beside = (t.detach() for t in operands(levels=shapes, B=batch))
         arguments.append((value, torch.tensor(shapes), *beside))
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
         function = graph_of(way, arguments[0], tmp_path / "attend.onnx")
@@ -180,7 +205,7 @@ def test_the_values_of_a_tensor_of_shapes_are_no_constants(way, tmp_path):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_autocast_casts_the_value_alone(device):
-    terms = operands(((3, 200),), queries=20, dtype=torch.float32, device=device)
+    terms = operands(device, levels=((3, 200),), Q=20)
     with torch.autocast(device, torch.bfloat16):
         output = deformable_attention(terms[0], ((3, 200),), *terms[1:])
     rounded = terms[0].detach().bfloat16()

@@ -8,11 +8,8 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from attn_plugins.ops.deformable_attention.operands import Options, Terms
-from attn_plugins.ops.deformable_attention.reference import deformable_attention as reference
-from tests.helpers.emulation import NEEDS, error
+from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import deterministic_mode
-from tests.ops.deformable_attention.operands import SHAPES, operands
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, example
 from tests.ops.test_contract_backends import check
@@ -51,23 +48,14 @@ def test_equals_the_reference(name, backend, case, dtype):
             check(example(name, dtype=dtype, **CASES[case]), backend, dtype)
 
 
+@by
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
-def test_locations_and_weights_of_the_values_dtype(emulated, dtype, strided):
-    torch.manual_seed(0)
-    terms = Terms(*(t.to(dtype).double().requires_grad_() for t in operands(d=8, grad=False)))
-    options = Options([n for shape in SHAPES for n in shape], [2] * len(SHAPES))
-    output = reference(
-        terms._replace(locations=terms.locations.flatten(3, 4), weights=terms.weights.flatten(3)), options
-    )
-    gradient = torch.randn_like(output).bfloat16().double()
-    expected = torch.autograd.grad(output, terms, gradient)
-    given = [torch.stack((t, t), -1)[..., 0] if strided else t for t in (t.detach().to(dtype) for t in terms)]
-    assert error(emulated.deformable_attention(*given, *options), output) < BOUNDS[dtype]
-    results = emulated.deformable_attention_backward(gradient.to(dtype), *given, *options, True, True, True)
-    for result, grad in zip(results, expected):
-        assert result.dtype == dtype
-        assert error(result, grad) < BOUNDS[dtype]
+def test_locations_and_weights_of_the_values_dtype(name, backend, dtype, strided):
+    some = example(name, d=8)
+    some = some._replace(tensors={n: t.to(dtype) for n, t in some.tensors.items()})
+    spread = lambda call=some.call, **given: call(**{n: torch.stack((t, t), -1)[..., 0] for n, t in given.items()})  # noqa: E731
+    check(some._replace(call=spread) if strided else some, backend, dtype)
 
 
 @by

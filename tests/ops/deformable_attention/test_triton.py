@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-import torch
 
 from attn_plugins.ops import backend
 from attn_plugins.ops.deformable_attention import triton as triton_deformable
 from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from tests.helpers.operator_checks import deterministic_mode
-from tests.helpers.triton_checks import DEVICE, check, needs_triton
+from tests.helpers.triton_checks import DEVICE, needs_triton
+from tests.ops.contract_examples import Example
 from tests.ops.test_contract import example
-from tests.ops.test_contract_backends import check as by_triton
+from tests.ops.test_contract_backends import BRAIN, HALF, SINGLE, check
 
 pytestmark = needs_triton
-HALF, BRAIN = torch.float16, torch.bfloat16
 CASES = {
     "two images": dict(B=2),
     "one pixel": dict(levels=((1, 1),)),
@@ -25,30 +26,28 @@ CASES = {
     "nine levels": dict(levels=((2, 1),) * 5 + ((1, 3),) * 4, K=1, M=1),
     "far beside the map": dict(far=1e5),
 }
-MAPS = ((3, 4), (1, 2))
 
 
-def make(**extents) -> Terms:
-    return Terms(*example("deformable_attention", "tiny", DEVICE, **extents).tensors.values())
+def drawn(**extents) -> Example:
+    return example("deformable_attention", "tiny", DEVICE, **extents)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_definition(case):
-    by_triton(example("deformable_attention", "tiny", DEVICE, **CASES[case]), "triton", torch.float32)
+    check(drawn(**CASES[case]), "triton", SINGLE)
 
 
-@pytest.mark.parametrize("case, dtype", [("points in fours", BRAIN), ("nine levels", HALF)], ids=str)
-def test_places_in_halves(case, dtype):
-    extents = CASES.get(case, dict(K=4, M=1))
-    levels = extents.get("levels", MAPS)
-    options = Options([n for level in levels for n in level], [extents["K"]] * len(levels))
-    check(ATTEND, Terms(*(t.to(dtype) for t in make(**extents))), options)
+@pytest.mark.parametrize("extents, dtype", [(dict(K=4, M=1), BRAIN), (CASES["nine levels"], HALF)], ids=str)
+def test_places_in_halves(extents, dtype):
+    some = drawn(**extents)
+    check(some._replace(tensors={n: t.to(dtype) for n, t in some.tensors.items()}), "triton", dtype)
 
 
 def test_points_that_differ_by_level():
-    terms = make(levels=((2, 3), (1, 1), (3, 2)))
-    terms = terms._replace(locations=terms.locations.flatten(3, 4), weights=terms.weights.flatten(3))
-    check(ATTEND, terms, Options([2, 3, 1, 1, 3, 2], [5, 0, 1]))
+    some = drawn(levels=((2, 3), (1, 1), (3, 2)))
+    value, locations, weights = some.tensors.values()
+    points = dict(value=value, sampling_locations=locations.flatten(3, 4), attention_weights=weights.flatten(3))
+    check(some._replace(call=partial(some.call, points=(5, 0, 1)), tensors=points), "triton", SINGLE)
 
 
 # --- what serves --------------------------------------------------------------------------------------------------
@@ -56,7 +55,7 @@ def test_points_that_differ_by_level():
 
 def test_refusals():
     assert [row.name for row in ATTEND.table] == ["cpu", "cuda", "triton", "eager"]
-    terms, options = make(d=4), Options([3, 4, 1, 2], [2, 2])
+    terms, options = Terms(*drawn(d=4).tensors.values()), Options([3, 4, 1, 2], [2, 2])
     refuses = triton_deformable.BACKEND.refuses
     if DEVICE == "cpu":
         assert refuses(terms, options) == "its kernels are for CUDA, and the tensors are on cpu"
