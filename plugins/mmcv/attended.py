@@ -209,7 +209,14 @@ class Grids:
 
     def _note(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         H, W = output.shape[-2:]
-        self.seen[H * W] = (H, W)
+        if torch.compiler.is_compiling():
+            self._compiled[H * W] = (H, W)
+            return
+        seen = {**self.seen, H * W: (H, W)}  # not changed in place: inputs of earlier layers keep theirs
+        if self._calls.running:
+            self._calls.running[-1] = seen
+        else:  # a method of the model, such as ``loss``, was called instead of the model
+            self._calls.last = seen
 
     def _enter(self, layer: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
