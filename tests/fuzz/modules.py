@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from attn_plugins import modules, ops
+from tests.helpers.cuda_checks import results
 from tests.helpers.module_inputs import inputs
 from tests.helpers.public_modules import OPTIONS
 
@@ -90,13 +91,7 @@ class ModuleCall:
             return (value.detach() * (1 + nudge * signs)).to(dtype).requires_grad_()
 
         args, kwargs = pytree.tree_map_only(Tensor, leaf, (self.args, self.kwargs))
-        leaves = {f"input {n}": t for n, t in enumerate(floating((args, kwargs)))} | dict(module.named_parameters())
-        outputs = [t for t in floating(module(*args, **kwargs)) if t.requires_grad]
-        generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(t) for t in outputs]
-        given = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
-        gradients = {f"gradient of {name}": t for name, t in zip(leaves, given) if t is not None}
-        return {f"output {n}": t.detach() for n, t in enumerate(outputs)} | gradients
+        return results(module, args, kwargs)
 
     def problems(self) -> list[str]:
         """Compare results with those of the definitions: in float64, and in float32 beside the definition's error."""
@@ -120,10 +115,6 @@ class ModuleCall:
 def _contiguous_gradient(layer: nn.Module, args: Any, output: Tensor) -> None:
     if output.requires_grad:
         output.register_hook(Tensor.contiguous)
-
-
-def floating(values: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def differences(results: Results, exact: Results, plain: list[Results], least: float) -> list[str]:

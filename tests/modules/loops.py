@@ -18,10 +18,6 @@ def linear(layer: nn.Module, x: np.ndarray) -> np.ndarray:
     return product if layer.bias is None else product + layer.bias.detach().numpy()
 
 
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
-
-
 def softmax(logits: Sequence[float]) -> np.ndarray:
     """Return the weights, which are zeros if no logit is finite."""
     logits = np.asarray(logits)

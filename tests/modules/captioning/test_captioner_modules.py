@@ -1,19 +1,20 @@
-"""The captioners' decoders: formulas in plain loops and step-by-step decoding."""
+"""The captioners' decoders: formulas word by word and step-by-step decoding.
+
+Attention itself has a test in ``sequences/test_alignment_attention.py``.
+"""
 
 from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from attn_plugins.modules import AttendedLSTM, GatedConvBlock, Modality, ShowAttendTell
 from attn_plugins.modules.captioning.show_attend_tell import doubly_stochastic_penalty
 from attn_plugins.modules.common.sequence_cache import reordered
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import linear, sigmoid, softmax
 
 B, T, S, C, D, N, A = 3, 5, 4, 6, 7, 5, 3
 MASK = torch.tensor([[False] * 4, [False, True, False, True], [False, False, False, True]])
@@ -52,82 +53,69 @@ class Decoder:
 every_decoder = pytest.mark.parametrize("name", ["show_attend_tell", "lstm", "conv"])
 
 
-# --- formulas, one number at a time -----------------------------------------------------------------------------------
+# --- formulas, one word at a time -------------------------------------------------------------------------------------
 
 
-def lstm(cell: nn.LSTMCell, x: np.ndarray, h: np.ndarray, c: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Eq. 1 to 3 of Xu et al.; torch orders the gates as i, f, g, o."""
-    w, u = (np.array(weight.tolist()) for weight in (cell.weight_ih, cell.weight_hh))
-    i, f, g, o = np.split(w @ x + u @ h + np.array((cell.bias_ih + cell.bias_hh).tolist()), 4)
-    c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
-    return sigmoid(o) * np.tanh(c), c
-
-
-def additive(attention, state: np.ndarray, places: list[np.ndarray]) -> list[float]:
-    score = attention.score
-    both = torch.cat([score.query.weight, score.source.weight], 1).tolist()
-    hidden = [np.tanh(np.array(both) @ [*state, *place] + score.query.bias.tolist()) for place in places]
-    logits = [float(np.dot(score.vector.tolist(), h)) for h in hidden]
-    return softmax(logits)
-
-
-def seen(modality: Modality, b: int) -> tuple[list[int], list[np.ndarray]]:
+def seen(modality: Modality, b: int) -> tuple[Tensor, Tensor]:
+    """Return the places of a sample that are not padding, and their vectors."""
     features, mask = modality
-    kept = [i for i in range(features.shape[1]) if mask is None or not mask[b, i]]
-    return kept, [np.array(features[b, i].tolist()) for i in kept]
+    kept = torch.ones(features.shape[1], dtype=torch.bool) if mask is None else ~mask[b]
+    return kept, features[b, kept]
 
 
-def average(weights: list[float], places: list[np.ndarray]) -> np.ndarray:
-    return sum(w * place for w, place in zip(weights, places))
+def attended(attention, state: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    context, weights = attention(state.expand(1, 1, -1), places.unsqueeze(0))
+    return context[0, 0], weights[0, 0]
 
 
 def show_attend_tell_by_loops(module, words, sources, b):
     kept, places = seen(sources["visual"], b)
-    mean = sum(places) / len(places)
-    h, c = np.tanh(linear(module.first_hidden, mean)), np.tanh(linear(module.first_cell, mean))
-    for word in words[b].numpy():
-        weights = additive(module.attention, h, places)
-        z = sigmoid(linear(module.gate, h)) * average(weights, places)
-        h, c = lstm(module.cell, np.concatenate([word, z]), h, c)
-        yield word + linear(module.hidden_output, h) + linear(module.context_output, z), {"visual": (kept, weights)}
+    mean = places.mean(0)
+    h, c = torch.tanh(module.first_hidden(mean)), torch.tanh(module.first_cell(mean))
+    for word in words[b]:
+        context, weights = attended(module.attention, h, places)
+        z = torch.sigmoid(module.gate(h)) * context
+        h, c = module.cell(torch.cat([word, z]), (h, c))
+        yield word + module.hidden_output(h) + module.context_output(z), {"visual": (kept, weights)}
 
 
 def lstm_by_loops(module, words, sources, b):
-    states, attended = [(np.zeros(C), np.zeros(C)) for _ in module.cells], np.zeros(C)
-    for word in words[b].numpy():
-        x, alignments = np.concatenate([word, attended]), {}
+    zeros = words.new_zeros(C)
+    states, output = [(zeros, zeros) for _ in module.cells], zeros
+    for word in words[b]:
+        x, alignments = torch.cat([word, output]), {}
         for i, cell in enumerate(module.cells):
-            states[i] = lstm(cell, x, *states[i])
+            states[i] = cell(x, states[i])
             x = states[i][0]
         parts = [x]
         for name, attention in module.attentions.items():
             kept, places = seen(sources[name], b)
-            weights = additive(attention, x, places)
+            context, weights = attended(attention, x, places)
             alignments[name] = kept, weights
-            parts.append(average(weights, places))
-        attended = np.tanh(linear(module.output, np.concatenate(parts)))
-        yield attended, alignments
+            parts.append(context)
+        output = torch.tanh(module.output(torch.cat(parts)))
+        yield output, alignments
 
 
-def normalised(layer) -> np.ndarray:
-    v, g = (np.array(x.tolist()) for x in (layer.direction, layer.length))
-    return np.stack([g[o, 0, 0] * v[o] / math.sqrt((v[o] ** 2).sum()) for o in range(len(v))])
+def normalised(layer) -> Tensor:
+    return torch.stack([g * v / v.square().sum().sqrt() for v, g in zip(layer.direction, layer.length.flatten())])
 
 
 def conv_by_loops(module, words, sources, b):
-    x, weight, bias = words[b].flip(1).numpy(), normalised(module.conv), np.array(module.conv.bias.tolist())
-    for t, word in enumerate(words[b].numpy()):
-        taps = [x[t - 2 + j] if t - 2 + j >= 0 else np.zeros(C) for j in range(3)]
-        out = sum(weight[:, :, j] @ taps[j] for j in range(3)) + bias
-        h = out[:C] * sigmoid(out[C:])
+    def projected(layer, x: Tensor) -> Tensor:
+        return normalised(layer)[:, :, 0] @ x + layer.bias
+
+    x, weight = words[b].flip(1), normalised(module.conv)
+    for t, word in enumerate(words[b]):
+        taps = [x[t - 2 + j] if t - 2 + j >= 0 else torch.zeros_like(word) for j in range(3)]
+        out = sum(weight[:, :, j] @ taps[j] for j in range(3)) + module.conv.bias
+        h = out[:C] * torch.sigmoid(out[C:])
         y, alignments = h, {}
         for name in module.names:
             kept, places = seen(sources[name], b)
-            d = (normalised(module.queries[name])[:, :, 0] @ h + module.queries[name].bias.tolist() + word) * 0.5**0.5
-            weights = softmax([float(d @ place) for place in places])
+            weights = (places @ (projected(module.queries[name], h) + word) * 0.5**0.5).softmax(0)
             alignments[name] = kept, weights
-            mean = math.sqrt(len(places)) * average(weights, places)
-            y = y + normalised(module.contexts[name])[:, :, 0] @ mean + module.contexts[name].bias.tolist()
+            y = y + projected(module.contexts[name], math.sqrt(len(places)) * (weights @ places))
         yield (x[t] + y / math.sqrt(1 + len(module.names))) / math.sqrt(2), alignments
 
 
@@ -144,10 +132,10 @@ def test_equals_the_formulas(name, names):
     assert set(weights) == set(decoder.names)
     for b in range(B):
         steps = list(LOOPS[name](decoder.module, words, sources, b))
-        torch.testing.assert_close(features[b], torch.tensor(np.array([f for f, _ in steps])))
+        torch.testing.assert_close(features[b], torch.stack([f for f, _ in steps]))
         for t, (_, alignments) in enumerate(steps):
             for source, (kept, expected) in alignments.items():
-                torch.testing.assert_close(weights[source][b, t, kept], torch.tensor(expected, dtype=torch.float64))
+                torch.testing.assert_close(weights[source][b, t, kept], expected)
                 assert weights[source][b, t].sum() == pytest.approx(1)
 
 
@@ -196,12 +184,10 @@ def test_weight_normalisation():
     """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
     torch.manual_seed(0)
     layer = GatedConvBlock(64, 3, dropout=0.5).conv
-    torch.testing.assert_close(torch.from_numpy(normalised(layer)).float(), layer.direction)
+    torch.testing.assert_close(normalised(layer), layer.direction)
     assert layer(torch.randn(50, 40, 64)).var().item() == pytest.approx(4 * 0.5, rel=0.1)
     layer.direction *= 7
-    torch.testing.assert_close(
-        torch.tensor(np.linalg.norm(normalised(layer), axis=(1, 2))).float(), layer.length.flatten()
-    )
+    torch.testing.assert_close(normalised(layer).norm(dim=(1, 2)), layer.length.flatten())
 
 
 def test_inputs_that_cannot_be():

@@ -1,14 +1,15 @@
-"""The blocks of the ETA-Transformer: the thesis' Eq. 2.4 to 2.12 in plain loops, and parameter counts."""
+"""The blocks of the ETA-Transformer: the thesis' Eq. 2.4 to 2.12 word by word, and parameter counts.
+
+Multi-head attention itself has a test in ``sequences/test_spatial_attention_1d.py``.
+"""
 
 from __future__ import annotations
 
 import itertools
-import math
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from attn_plugins.modules import (
     DualWayEncoder,
@@ -21,10 +22,9 @@ from attn_plugins.modules import (
 from attn_plugins.modules.captioning.entangled_attention import ACTIVATIONS
 from attn_plugins.modules.captioning.eta_transformer import FUSIONS, reorder_caches
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import linear, sigmoid, softmax
 
 C, HEADS, WIDTH = 6, 3, 8
-F = {"identity": lambda x: x, "relu": lambda x: np.maximum(x, 0), "tanh": np.tanh, "sigmoid": sigmoid}
+F = {"identity": lambda x: x, "relu": torch.relu, "tanh": torch.tanh, "sigmoid": torch.sigmoid}
 
 
 def block(fusion="entangled", **options) -> MultimodalDecoderBlock:
@@ -44,52 +44,34 @@ def words(T=5, B=2, dtype=torch.float64) -> torch.Tensor:
     return torch.randn(B, T, C, dtype=dtype)
 
 
-# --- the thesis' equations, one vector at a time ---------------------------------------------------------------------
+# --- the thesis' equations, one word at a time ------------------------------------------------------------------------
 
 
-def norm(layer: nn.LayerNorm, x: np.ndarray) -> np.ndarray:
-    normalised = (x - x.mean()) / math.sqrt(x.var() + layer.eps)
-    return normalised * layer.weight.detach().numpy() + layer.bias.detach().numpy()
+def guided(layer, query: Tensor, keys: Tensor) -> Tensor:
+    """Attend from one vector (C,) to others (S, C); causal attention is of the last of them."""
+    given = (keys,) if layer.attention.causal else (query.unsqueeze(0), keys)
+    return layer.norm(query + layer.attention(*(t.unsqueeze(0) for t in given))[0, -1])
 
 
-def multihead(module: MultiheadAttention, query: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-    """Compute MultiHead(query, keys, keys) for one query."""
-    d = C // HEADS
-    q = linear(module.q_proj, query)
-    pairs = [(linear(module.k_proj, k), linear(module.v_proj, k)) for k in keys]
-    heads = []
-    for m in range(HEADS):
-        part = slice(m * d, (m + 1) * d)
-        weights = softmax([q[part] @ k[part] / math.sqrt(d) for k, _ in pairs])
-        heads.append(sum(w * v[part] for w, (_, v) in zip(weights, pairs)))
-    return linear(module.out_proj, np.concatenate(heads))
+def feed_forward(layer, x: Tensor) -> Tensor:
+    return layer.norm(x + layer.output(layer.input(x).relu()))
 
 
-def guided(layer, query: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-    return norm(layer.norm, query + multihead(layer.attention, query, keys))
+def seen(modality: Modality, b: int) -> Tensor:
+    features, hidden = modality
+    return features[b] if hidden is None else features[b][~hidden[b]]
 
 
-def feed_forward(layer, x: np.ndarray) -> np.ndarray:
-    return norm(layer.norm, x + linear(layer.output, np.maximum(linear(layer.input, x), 0)))
-
-
-def seen(modality: Modality, b: int) -> list[np.ndarray]:
-    hidden = modality.padding_mask
-    return [row for i, row in enumerate(modality.features[b].numpy()) if hidden is None or not hidden[b, i]]
-
-
-def gated(controller: GatedBilateralController, v, s, guide_s, guide_v, a) -> np.ndarray:
-    c = sigmoid(linear(controller.gate, np.concatenate([guide_s, guide_v, a])))
-    f = F[controller.activation]
+def gated(controller: GatedBilateralController, v, s, guide_s, guide_v, a) -> Tensor:
+    c, f = torch.sigmoid(controller.gate(torch.cat([guide_s, guide_v, a]))), F[controller.activation]
     return f(v) * c + f(s) * (1 - c)
 
 
-def by_loops(module: MultimodalDecoderBlock, x: torch.Tensor, visual: Modality, semantic: Modality) -> torch.Tensor:
+def by_loops(module: MultimodalDecoderBlock, x: Tensor, visual: Modality, semantic: Modality) -> Tensor:
     output = torch.zeros_like(x)
     for b, t in itertools.product(range(x.shape[0]), range(x.shape[1])):
         V, S = seen(visual, b), seen(semantic, b)
-        past = list(x[b, : t + 1].numpy())
-        a = guided(module.self_attention, past[-1], past)
+        a = guided(module.self_attention, x[b, t], x[b, : t + 1])
         if module.fusion == "entangled":
             eta = module.entangled
             guide_s, guide_v = guided(eta.semantic_injection, a, S), guided(eta.visual_injection, a, V)
@@ -104,7 +86,7 @@ def by_loops(module: MultimodalDecoderBlock, x: torch.Tensor, visual: Modality, 
             for letter in order:
                 name, keys = ("visual", V) if letter == "v" else ("semantic", S)
                 e = guided(module.attentions[name], e, keys)
-        output[b, t] = torch.from_numpy(feed_forward(module.feed_forward, e))
+        output[b, t] = feed_forward(module.feed_forward, e)
     return output
 
 
@@ -128,19 +110,16 @@ def test_encoder_equals_the_formulas():
     regions, attributes = torch.randn(2, 4, 5, dtype=torch.float64), modalities()[1].features
     mask = modalities()[0].padding_mask
     encoded = module(regions, attributes, mask)
-    inputs = [np.array([linear(module.projection, r) for r in picture.numpy()]) for picture in regions]
-    for modality, stack, start in zip(encoded, (module.visual, module.semantic), (inputs, list(attributes.numpy()))):
+    inputs = Modality(module.projection(regions), mask), Modality(attributes)
+    for modality, given, stack in zip(encoded, inputs, (module.visual, module.semantic), strict=True):
         for b in range(2):
-            kept = [i for i in range(len(start[b])) if modality.padding_mask is None or not modality.padding_mask[b, i]]
-            tokens = [start[b][i] for i in kept]
+            tokens = seen(given, b)
             for attention, ffn in stack.layers:
-                tokens = [feed_forward(ffn, guided(attention, x, tokens)) for x in tokens]
-            torch.testing.assert_close(modality.features[b, kept], torch.from_numpy(np.array(tokens)))
+                tokens = torch.stack([feed_forward(ffn, guided(attention, x, tokens)) for x in tokens])
+            torch.testing.assert_close(seen(modality, b), tokens)
     without = drawn(DualWayEncoder(5, C, 0, HEADS, WIDTH), 0.5).double()
     projected, same = without(regions, attributes)
-    torch.testing.assert_close(
-        projected.features[1, 2], torch.from_numpy(linear(without.projection, regions[1, 2].numpy()))
-    )
+    torch.testing.assert_close(projected.features, without.projection(regions))
     assert same.features is attributes
 
 
