@@ -103,10 +103,18 @@ using ScaleOf = std::conditional_t<std::is_same_v<S, Fixed>, FixedPoint, AsTheyA
 template <class T>
 __device__ __forceinline__ void raise_exponent(const T* x, int64_t count, int64_t first, int64_t step,
                                                int* exponent) {
+  constexpr int kTogether = 16 / sizeof(T);  // loads in flight at once
   float largest = 0.f;
-  for (int64_t i = first; i < count; i += step) {
-    const float size = fabsf(widen(__ldg(x + i)));
-    if (size <= std::numeric_limits<float>::max()) largest = max(largest, size);
+  for (int64_t i = first; i < count; i += kTogether * step) {
+    float size[kTogether] = {};
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      if (i + n * step < count) size[n] = fabsf(widen(__ldg(x + i + n * step)));
+    }
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      if (size[n] <= std::numeric_limits<float>::max()) largest = max(largest, size[n]);
+    }
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)

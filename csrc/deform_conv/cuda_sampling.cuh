@@ -211,8 +211,9 @@ __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
   g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.inside ? sums.sampled() : s.outside);
 }
 
+// Three blocks share a multiprocessor, except where the loop over taps would spill registers.
 template <class T, int N, class S>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || N > 4 ? 2 : 3)
     sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T, S> g) {
   using A = accumulate_t<T>;
   __shared__ Staged<A> staged;

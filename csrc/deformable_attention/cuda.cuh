@@ -146,8 +146,9 @@ struct AttentionGradients {
   ScaleOf<S> scale;
 };
 
+// Asked for two blocks a multiprocessor, the compiler takes up to 96 registers where 56 do.
 template <class T, class L, int N, class S>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
     attend_backward_kernel(const AttentionProblem p, const T* __restrict__ grad_output,
                            const T* __restrict__ value, const L* __restrict__ locations,
                            const L* __restrict__ weights, const AttentionGradients<S, L> grads) {
