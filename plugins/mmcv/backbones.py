@@ -125,8 +125,8 @@ def _timm() -> Any:
     return timm
 
 
-def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, Tensor]:
-    """Load a local ``.safetensors`` file for mmengine."""
+def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, dict[str, Tensor]]:
+    """Load a local ``.safetensors`` file as a checkpoint of mmengine, whose hooks read its ``state_dict``."""
     from safetensors.torch import load_file
 
-    return load_file(filename, device=str(map_location or "cpu"))
+    return {"state_dict": load_file(filename, device=str(map_location or "cpu"))}

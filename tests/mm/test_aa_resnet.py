@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
 from mmdet.registry import MODELS
+from mmengine.hooks import EMAHook
+from mmengine.runner import CheckpointLoader
 from safetensors.torch import save_file
 from torch import nn
 
@@ -36,6 +40,15 @@ def test_it_gives_the_timm_models_features_from_its_checkpoint(tmp_path):
     assert [tuple(f.shape) for f in maps] == [(2, 64, 16, 24), (2, 128, 8, 12), (2, 256, 4, 6), (2, 512, 2, 3)]
     for f, e in zip(maps, expected):
         torch.testing.assert_close(f, e)
+
+
+def test_a_moving_average_starts_from_safetensors_too(tmp_path):
+    path = str(tmp_path / "ones.safetensors")
+    save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, path)
+    hook, runner = EMAHook(), SimpleNamespace(model=nn.Linear(3, 2), _resume=False)
+    hook.before_run(runner)
+    hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(path))
+    assert all((p == 1).all() for p in hook.ema_model.module.parameters())
 
 
 def test_stages_and_what_is_frozen():
