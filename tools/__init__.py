@@ -2,11 +2,27 @@
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from importlib.util import find_spec
+from typing import Any
 
 
 def command_parser(name: str, text: str | None) -> ArgumentParser:
     """Return a parser without arguments for ``python -m tools.NAME``; its description keeps the lines of ``text``."""
     return ArgumentParser(f"python -m tools.{name}", description=text, formatter_class=RawDescriptionHelpFormatter)
+
+
+def torch_device(name: str | None) -> Any:
+    """Return the device that ``--device`` names; without a name, cuda where there is a GPU, else cpu.
+
+    Raises:
+        ValueError: torch finds no such device here.
+    """
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.zeros(1, device=name).device
+    except Exception as error:  # of a type by the device
+        raise ValueError(f"--device must be one that torch finds here, such as cpu, got {name!r}: {error}") from error
 
 
 def need(*modules: str) -> None:

@@ -164,5 +164,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("tools.demo: terminated; run it again to resume"))
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, lambda *_: sys.exit("tools.demo: interrupted; run it again to resume"))
     raise SystemExit(main())

@@ -52,15 +52,15 @@ def main(arguments: list[str] | None = None) -> int:
         write_digits(options.data)
     config = ROOT / "configs/timm/tools_train/digits.yaml"
     training = [str(config), "--data", str(options.data), "--output", str(options.output), "--device", "cpu"]
-    if train([*training, "--set", f"epochs={options.epochs}"]):
-        return 1
+    if status := train([*training, "--set", f"epochs={options.epochs}"]):
+        return status
     picture = sorted((options.data / "val/eight").iterdir())[0]
     drawing = ["aa_wide_resnet28_10", str(picture), "--checkpoint", str(options.output / "best.safetensors"),
                "--pixels", "2,4", "--pixels", "5,3", "--output", str(options.output / "attention")]  # fmt: skip
-    status = view(drawing)
-    if not status:
-        print(f"open {options.output / 'attention' / 'attention.html'} in a browser")
-    return status or 0
+    if status := view(drawing):
+        return status
+    print(f"open {options.output / 'attention' / 'attention.html'} in a browser")
+    return 0
 
 
 if __name__ == "__main__":

@@ -334,6 +334,7 @@ def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path):
         (["--seconds", "-1"], "seconds must not be negative, got -1"),
         (["-k", "1-D (8"], "missing ), unterminated subpattern"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--minutes", "0"], "--minutes must be above 0, got 0"),
     ],
 )
 def test_bad_options_are_one_error(arguments, message, capsys):

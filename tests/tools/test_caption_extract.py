@@ -172,6 +172,11 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
         ([*TORCHVISION, "--nms", "2"], "--nms must be from 0 to 1, got 2"),
         ([*GRID, "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         ([*GRID, "--splits", "nowhere.json"], "nowhere.json cannot be read"),
+        (
+            [*GRID, "--size", "64", "64", "64"],
+            "--size must be one or two numbers of pixels, at least 1 each, got [64, ",
+        ),
+        ([*GRID, "--device", "gpu"], "--device must be one that torch finds here, such as cpu, got 'gpu'"),
     ],
 )
 def test_bad_options_are_reported_before_anything_runs(options, message, drawn, tmp_path, capsys):
@@ -184,7 +189,7 @@ def test_bad_lists_are_reported(drawn, tmp_path, capsys):
     rows = json.loads((drawn / "splits.json").read_text())["images"][:1]
     for n, images, message in [
         (0, rows * 2, "have the same id, 1"),
-        (1, [], "has none of the 0 pictures"),
+        (1, [], "has no pictures"),
         (2, [dict(cocoid=1, filename="gone.jpg", split="train")], "has none of the 1 pictures"),
         (3, [dict(cocoid=1, split="train")], "image 1 has no filename"),
     ]:
@@ -194,6 +199,8 @@ def test_bad_lists_are_reported(drawn, tmp_path, capsys):
         assert message in capsys.readouterr().err
     assert run(drawn, tmp_path / "regions.csv", *GRID) == 2
     assert "regions.csv" in capsys.readouterr().err
+    assert run(drawn, tmp_path / "0.json/regions.npz", *GRID) == 2
+    assert capsys.readouterr().err.startswith("extract: [Errno ")
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,10 @@ def test_a_table_is_printed(capsys):
         "| deformable_attention, forward",
         "| deformable_attention, with backward",
     ]
+
+
+@pytest.mark.parametrize("arguments, known", [(["x"], "deform_conv2d"), (["deform_conv2d", "--models"], "resnet50")])
+def test_unknown_names_are_one_error(arguments, known, capsys):
+    with pytest.raises(SystemExit):
+        host.main(arguments)
+    assert f"OPERATOR must be any of {known}, " in capsys.readouterr().err

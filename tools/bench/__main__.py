@@ -1,6 +1,6 @@
 """Benchmark our operators, modules and models beside their peers, side by side in one run.
 
-python -m tools.bench                         # every operator (20 minutes on 2 cores), to benchmarks/
+python -m tools.bench                         # every operator (25 minutes on 2 cores), to benchmarks/
 python -m tools.bench deform_conv             # one of them
 python -m tools.bench deform_conv -k 1-D      # only rows whose names match a regular expression; nothing is written
 python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and drop-in (30 minutes)
@@ -81,6 +81,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--device cuda: torch finds no CUDA device here")
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, got {options.threads}")
+    for name in ("minutes", "part_seconds", "row_seconds"):
+        if (value := getattr(options, name)) is not None and not value > 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+    if options.warm < 0:
+        parser.error(f"--warm must be at least 0, got {options.warm}")
     if options.seconds is None:
         options.seconds = SECONDS[options.device]
     options.details |= options.device == "cuda"
@@ -107,8 +112,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     files = [(options.name, options.names)] if options.name else [(f"{n}-{options.device}", [n]) for n in options.names]
     status = 0
-    for file, names in files:
-        status |= measure(file, names, options, job)
+    try:
+        for file, names in files:
+            status |= measure(file, names, options, job)
+    except OSError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
     return status
 
 

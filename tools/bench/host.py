@@ -167,15 +167,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
     parser.add_argument("--cuda", action="store_true", help=f"count the way to a GPU ({HALVES}: not in float32)")
-    parser.add_argument("--dtype", default="float32", help="of the tensors (float32)")
+    dtypes = ("float32", "bfloat16", "float16", "float64")
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the tensors (float32)")
     parser.add_argument("--models", action="store_true", help="count whole models, all or those that are named")
     parser.add_argument("--counts", action="store_true", help="of models, leave out the times")
     parser.add_argument("--write", action="store_true", help="write the models' table to benchmarks/host_time.md")
     options = parser.parse_args(arguments)
+    from . import host_models
+
+    known = host_models.MODELS if options.models or options.write else WORK
+    if unknown := set(options.names) - {*known}:
+        parser.error(f"OPERATOR must be any of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     if options.models or options.write:
-        from . import host_models
-
         host_models.table(options.names or [*host_models.MODELS], 0 if options.counts else 20, options.write)
         return 0
     print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")

@@ -1,4 +1,4 @@
-"""Float32 products by MKL and by oneDNN: ``python -m tools.bench.products``.
+"""Measure float32 products by MKL and by oneDNN: python -m tools.bench.products.
 
 Prints a page with GFLOP/s of both for layers of known models and for small products, alternating call by call.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops.common import onednn
+from tools import command_parser
 
 LAYERS = {
     "Swin-T, stage 1, qkv": (3136, 96, 288),
@@ -36,7 +37,7 @@ SECONDS = 1.5  # of each row
 
 INTRODUCTION = """# Float32 products on CPUs: MKL and oneDNN
 
-`python -m tools.bench.products`, {date}, {processor}, {threads} threads, torch {torch}.
+`python -m tools.bench.products`, {date}, {processor}, {threads}, torch {torch}.
 
 GFLOP/s of the fastest call, in brackets the quartiles of all; calls alternate. `a @ b.T` is a linear layer, `a @ b` the
 gradient of its input, `a.T @ b` of its weight; packed is a linear layer whose weight oneDNN has packed before. Errors
@@ -47,11 +48,13 @@ are the largest beside float64, over the largest result, MKL's in brackets. `ops
 
 def main() -> None:
     """Print the page."""
+    command_parser("bench.products", __doc__).parse_args()
+    threads = torch.get_num_threads()
     print(
         INTRODUCTION.format(
             date=datetime.date.today(),
             processor=processor(),
-            threads=torch.get_num_threads(),
+            threads=f"{threads} thread{'s' * (threads != 1)}",
             torch=torch.__version__,
             work=onednn.WORK,
             wide=onednn.WIDE,

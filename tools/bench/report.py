@@ -110,7 +110,7 @@ def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> 
     if peers:
         columns["ratio"] = lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}"
         columns["goal"] = lambda row: "" if row["goal"] is None else f"≥ {row['goal']:.3g}×"
-        columns["memory"] = lambda row: "" if row["memory_ratio"] is None else f"{row['memory_ratio']:.2f}"
+        columns["memory"] = _memory_ratio
     if any("share" in row for row in rows):
         columns["share"] = lambda row: f"{100 * row['share']:.0f} %" if row.get("share") else ""
     columns |= {"others, CPUs": lambda row: cpus(row["load"]["others"]), "marks": marks}
@@ -173,6 +173,12 @@ def marks(row: Mapping[str, Any]) -> str:
 def host_bound(row: Mapping[str, Any]) -> bool:
     """Return whether the time of ours or the better peer on CUDA includes the host's."""
     return any("host" in result.get("how", "") for result in (row["ours"], row["peers"].get(row["better_peer"], {})))
+
+
+def _memory_ratio(row: Mapping[str, Any]) -> str:
+    """Return our memory over the better peer's; empty if there is no peer, or it takes none."""
+    best = row["better_peer"]
+    return f"{row['memory_ratio']:.2f}" if best is not None and row["peers"][best]["memory"] else ""
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -24,7 +24,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return its exit code, 2 for bad input (ValueError)."""
+    """Run a command; return its exit code, 2 for bad input and for files that cannot be read or written."""
     given = sys.argv[1:] if arguments is None else arguments
     parser = command_parser("caption", __doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         return options.run(options)
-    except (ValueError, ModuleNotFoundError) as error:  # such as h5py, for the regions' format
+    except (ValueError, OSError, ModuleNotFoundError) as error:  # such as h5py, for the regions' format
         print(f"{given[0]}: {error}", file=sys.stderr)
         return 2
 

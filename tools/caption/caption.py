@@ -26,7 +26,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.configs import GenerationConfig
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -37,7 +36,7 @@ import attn_plugins.fairseq  # noqa: F401 - registers the task and the models
 from attn_plugins.captioning.caption_files import read_attributes
 from attn_plugins.fairseq.captioner import CaptionerModel
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
-from tools import files
+from tools import files, torch_device
 from tools.caption.attributes import load_detector
 from tools.caption.extract import RecordedExtractor
 from tools.caption.lists import ListedImage, listed_images
@@ -54,7 +53,7 @@ class Captioner:
         ValueError: a checkpoint, its data folder, or the recipe of regions is unsuitable, or they do not match.
     """
 
-    def __init__(self, options: argparse.Namespace, device: str) -> None:
+    def __init__(self, options: argparse.Namespace, device: Any) -> None:
         for name, value in (("--beam", options.beam), ("--max-len", options.max_len)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -167,7 +166,7 @@ def run(options: argparse.Namespace) -> int:
     for noisy in ("fairseq", "attn_plugins.fairseq"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     pictures = pictures_of(options.images)
-    captioner = Captioner(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    captioner = Captioner(options, torch_device(options.device))
     rows = []
     for image in pictures:
         try:

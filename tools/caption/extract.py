@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from attn_plugins.captioning.caption_files import ImageId
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
+from tools import torch_device
 from tools.caption.lists import ListedImage, listed_images
 from tools.caption.regions import GridRegions, Regions, Selection, TorchvisionRegions, stored
 from tools.pictures import BadPicture, open_picture
@@ -49,7 +49,7 @@ OPTIONS = (  # that change the features
 )  # fmt: skip
 
 
-def make_extractor(options: argparse.Namespace, device: str) -> Any:
+def make_extractor(options: argparse.Namespace, device: Any) -> Any:
     """Return the requested extractor."""
     return GridRegions(options, device) if options.grid else TorchvisionRegions(options, device)
 
@@ -64,7 +64,7 @@ class RecordedExtractor:
         ValueError: the file has no options, its checkpoint is missing or has changed, or no extractor can be built.
     """
 
-    def __init__(self, features: RegionFeatures, device: str = "cpu", checkpoint: Path | None = None) -> None:
+    def __init__(self, features: RegionFeatures, device: Any = "cpu", checkpoint: Path | None = None) -> None:
         self.features, recipe = features, features.recipe or {}
         options = recipe.get("options", {}) if recipe.get("tool") == TOOL else {}
         if not options.keys() >= set(OPTIONS):
@@ -135,8 +135,10 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"OUT {options.out} already exists: --overwrite replaces it")
     if options.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {options.batch_size}")
+    if options.size and (len(options.size) > 2 or min(options.size) < 1):
+        raise ValueError(f"--size must be one or two numbers of pixels, at least 1 each, got {options.size}")
     images = listed_images(options.images, options.splits)
-    extractor = make_extractor(options, options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    extractor = make_extractor(options, torch_device(options.device))
     recipe = dict(tool=TOOL, options={name: getattr(options, name) for name in OPTIONS})
     if options.checkpoint:
         recipe["options"]["checkpoint"] = str(options.checkpoint.resolve())

@@ -73,9 +73,10 @@ def listed_images(folder: Path, splits: Path | None = None) -> list[ListedImage]
         known = Image.registered_extensions()
         images = [ListedImage(path.stem, path) for path in sorted(folder.iterdir()) if path.suffix.lower() in known]
     source = splits or folder
+    if not images:
+        raise ValueError(f"{source} has no pictures")
     if not any(image.path.is_file() for image in images):
-        such = f", such as {images[0].path.name}" if images else ""
-        raise ValueError(f"{folder} has none of the {len(images)} pictures of {source}{such}")
+        raise ValueError(f"{folder} has none of the {len(images)} pictures of {source}, such as {images[0].path.name}")
     first: dict[str, ListedImage] = {}
     for image in images:
         other = first.setdefault(str(image.id), image)

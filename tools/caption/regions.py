@@ -91,7 +91,7 @@ class TorchvisionRegions:
     ``options`` are those of :mod:`tools.caption.extract`.
     """
 
-    def __init__(self, options: argparse.Namespace, device: str) -> None:
+    def __init__(self, options: argparse.Namespace, device: Any) -> None:
         from torchvision.models import detection, get_model, list_models
 
         name, file, size = options.torchvision, options.checkpoint, options.size
@@ -148,7 +148,7 @@ class GridRegions:
     with the weights, else to the model's own. If the map has fewer cells than asked for, some regions are equal.
     """
 
-    def __init__(self, options: argparse.Namespace, device: str) -> None:
+    def __init__(self, options: argparse.Namespace, device: Any) -> None:
         file, size = options.checkpoint, options.size and (options.size[0], options.size[-1])
         if options.grid_size < 1:
             raise ValueError(f"--grid-size must be at least 1, got {options.grid_size}")

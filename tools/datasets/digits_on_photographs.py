@@ -257,11 +257,9 @@ def build(folder: Path, recipe: Recipe, show: Show = lambda line: None) -> bool:
     need("sklearn", "skimage", "pycocotools")
     file, stamp = folder / "recipe.json", recipe.stamp()
     if file.is_file():
-        if json.loads(file.read_text()) == stamp:
+        if (held := json.loads(file.read_text())) == stamp:
             return False
-        raise ValueError(
-            f"{folder} holds a set of another recipe ({file.read_text()}); remove it or name another folder"
-        )
+        raise ValueError(f"{folder} holds a set of another recipe, {held}; remove it or name another folder")
     with new_folder(folder) as partial:
         (partial / "annotations").mkdir()
         rng = np.random.default_rng(recipe.seed)
@@ -290,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = chosen.pop("folder")
     try:
         written = build(folder, Recipe(**chosen), show_progress)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"digits_on_photographs: {error}\n")
     state = "written to" if written else "already in"
     print(f"{options.train} training and {options.val} validation images {state} {folder}")

@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     size = SIZE if options.size is None else options.size
     try:
         counts = build(options.set, options.source, options.output, show_progress, options.landmarks, size)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         parser.exit(2, f"face_parsing: {error}\n")
     for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):
         if counts[split] != published:

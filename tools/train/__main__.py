@@ -35,7 +35,7 @@ from timm.scheduler import create_scheduler_v2
 from torch import nn
 
 from attn_plugins.timm import param_groups
-from tools import command_parser
+from tools import command_parser, torch_device
 from tools.files import write_text
 from tools.pictures import BadPicture
 
@@ -146,15 +146,14 @@ def main(arguments: list[str] | None = None) -> int:
     option("--output", type=Path, metavar="DIR", help="default: work_dirs/CONFIG without its suffix")
     option("--device", help="cpu, cuda or cuda:N; default: cuda where there is a GPU, else cpu")
     options = parser.parse_args(arguments)
-    name = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.zeros(1, device=name).device
-    except Exception as error:
-        parser.error(f"--device must be one that torch finds here, such as cpu, got {name!r}: {error}")
+        device = torch_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         output = options.output or Path("work_dirs") / options.config.stem
         train(load(options.config, options.set), options.data, output, device)
-    except (ConfigError, BadPicture, FloatingPointError) as error:
+    except (ConfigError, BadPicture, FloatingPointError, OSError) as error:
         message = str(error).strip().splitlines()[-1]  # a loading process prepends its traceback
         print(f"train: {message.removeprefix('tools.pictures.BadPicture: ')}", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from tools import command_parser, files
+from tools import command_parser, files, torch_device
 from tools.caption.attributes import AttributeDetector, load_detector, noisy_or, noisy_or_loss, top
 from tools.caption.backbones import TimmBackbone
 from tools.pictures import BadPicture
@@ -277,13 +277,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         check(options)
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch_device(options.device)
         data = Data(options)
         if not options.predict:
             best = Training(options, data, device).run()
             print(f"best mAP {100 * best:.1f}")
         predict(options, data, device)
-    except (ValueError, BadPicture, FloatingPointError) as error:
+    except (ValueError, BadPicture, FloatingPointError, OSError) as error:
         message = str(error).strip()
         if isinstance(error, BadPicture):  # a loading process prepends its traceback
             message = message.splitlines()[-1].removeprefix("tools.pictures.BadPicture: ")
