@@ -192,7 +192,7 @@ run_step() {
     stamp "$name"
 }
 
-mkdir -p "$STATE"
+[[ ${1:-} == --list ]] || mkdir -p "$STATE"
 k=0
 for step in "${STEPS[@]}"; do
     k=$((k + 1))
