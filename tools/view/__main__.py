@@ -12,7 +12,7 @@ MODEL is a timm model name, or a config (a file or 'mmdet::…') of mmdet or mms
 attention modules, or an encoder with multi-scale deformable attention, mmcv's or ours (Deformable DETR, DINO,
 Mask2Former). A timm model receives the whole picture, resized.
 
-The tool writes a PNG for every layer (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
+The tool writes a PNG of each layer shown (heads in rows, pixels in columns, as in Bello et al. 2019, Fig. 9 and 10) and
 attention.html, a self-contained page on which a click or the arrow keys choose the pixel. The greatest weight of a map
 is shown beside the uniform weight, 1 / number of keys. Deformable attention shows the points that a pixel reads on
 every level, larger for larger weights. In Python: attn_plugins.modules.capture_attention.
