@@ -80,6 +80,7 @@ def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)
     config = load(path)
+    assert config.log_processor.by_epoch is config.default_hooks.logger.log_metric_by_epoch is False  # all count steps
     classes = config.model.decode_head.num_classes
     with torch.device("meta"):  # the whole model, without data, on pictures of its own size
         whole = MODELS.build(config.model).eval()

@@ -90,5 +90,6 @@ val_cfg, test_cfg = dict(type="ValLoop"), dict(type="TestLoop")
 optim_wrapper = dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=3e-4, weight_decay=1e-5))
 param_scheduler = [dict(type="PolyLR", power=0.9, eta_min=0.0, begin=0, end=max_iters, by_epoch=False)]
 default_hooks = dict(
-    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=max_iters // 10, save_best="face/overall")
+    logger=dict(type="LoggerHook", log_metric_by_epoch=False),
+    checkpoint=dict(type="CheckpointHook", by_epoch=False, interval=max_iters // 10, save_best="face/overall"),
 )
