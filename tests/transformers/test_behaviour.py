@@ -189,6 +189,29 @@ def test_kernels_of_the_hub():
     assert calls.count == 2 * len(layers)
 
 
+class Sizes(nn.Module):
+    """A model as a function of pictures, which ``torch.jit.trace`` takes; the sizes of its maps are traced."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, ...]:
+        return tuple(outputs(self.model, dict(pixel_values=pictures)).values())
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["mask2former", "rt_detr_v2"])
+def test_traced(family):
+    model = build(family)
+    pictures, others = torch.randn(2, 2, 3, 64, 96)
+    expected = Sizes(model)(others)
+    accelerate(model)
+    traced = torch.jit.trace(Sizes(model), pictures, check_trace=False)
+    torch.testing.assert_close(traced(others), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_onnx_exports_stock_code():
     onnx = pytest.importorskip("onnx")
     model = build("deformable_detr")
