@@ -28,7 +28,9 @@ class SpatialTransformerLanguageModel(OwnCheckpoints, TransformerLanguageModel):
             ValueError: The options are inconsistent.
         """
         args = checked(args, SpatialTransformerLMConfig, ("decoder",))
-        stock = super().build_model(args, task)  # this also completes args
+        layers, args.decoder_layers, args.decoder_layers_to_keep = len(args.decoder_kernel_sizes), 0, None
+        stock = super().build_model(args, task)  # without layers; this also completes args
+        args.decoder_layers = layers
         cfg = TransformerConfig.from_namespace(args)
         return cls(SpatialDecoder(cfg, task.target_dictionary, stock.decoder.embed_tokens, no_encoder_attn=True))
 

@@ -332,6 +332,8 @@ def test_language_model_has_the_options_of_fairseqs():
     assert [layer.self_attn.attention.kernel_size for layer in model.decoder.layers] == [3, 5]
     assert model.max_positions() == 12
     assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, 32)
+    model = build_language_model(decoder_attention="dynamic", decoder_embed_dim=48, decoder_attention_heads=5)
+    assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, len(Task().target_dictionary))
     with pytest.raises(ValueError, match="--decoder-kernel-sizes applies to dynamic and bilateral"):
         build_language_model(decoder_kernel_sizes="3")
 
