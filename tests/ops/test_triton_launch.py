@@ -49,6 +49,20 @@ def test_without_triton(monkeypatch):
         assert triton_launch.refusal(torch.zeros(1)) == "Triton is not installed"
 
 
+@needs_triton
+def test_another_triton(monkeypatch, python):
+    """Before 3.3, some kernels do not compile; one for another Python does not load."""
+    import triton
+
+    assert triton_launch._missing.__wrapped__() is None
+    monkeypatch.setattr(triton, "__version__", "3.2.0")
+    reason = triton_launch._missing.__wrapped__()
+    assert reason == "Triton 3.2.0 is older than 3.3, the first that compiles its kernels"
+    code = "from attn_plugins.ops.common import triton_launch; print(triton_launch._missing())"
+    broken = {"triton/__init__.py": "raise ImportError('no libtriton')"}
+    assert python(code, packages=broken).stdout == "Triton does not load: no libtriton\n"
+
+
 def test_reasons(monkeypatch, tmp_path):
     """No compiler, or no headers of Python."""
     monkeypatch.setattr(triton_launch, "interpreted", lambda: False)

@@ -30,6 +30,7 @@ from . import backends, plans
 from .arguments import tf32_is_allowed
 
 NAME = "triton"
+OLDEST = Version("3.3")  # of torch 2.7: an older Triton fails to compile some kernels
 OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
 LONGEST_GRID = 2**31 - 1
 
@@ -231,7 +232,15 @@ def power_of_two(size: int, smallest: int = 16) -> int:
 
 @cache
 def _missing() -> str | None:
-    return None if find_spec("triton") else "Triton is not installed; torch's CUDA builds for Linux bring it"
+    if not find_spec("triton"):
+        return "Triton is not installed; torch's CUDA builds for Linux bring it"
+    try:
+        import triton
+    except Exception as error:  # as one for another Python raises
+        return f"Triton does not load: {error}"
+    if Version(triton.__version__) < OLDEST:
+        return f"Triton {triton.__version__} is older than {OLDEST}, the first that compiles its kernels"
+    return None
 
 
 @cache

@@ -239,7 +239,8 @@ def query_gradients(
 
     slot = tl.arange(0, ROWS * COLUMNS)
     MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
-    total, factor = None, None
+    total = None
+    factor = None
     if inverse is not None:
         total, factor = tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), 1.0, tl.float32)
     turn = 0

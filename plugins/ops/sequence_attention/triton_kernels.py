@@ -153,7 +153,8 @@ def differentiate_queries(
     grad_position_logits = matrix_of(grad_position_logits, b, m, grad_position_logits_b, grad_position_logits_m, LINE)
     first_part: tl.constexpr = ALL if band_logits is None else BEFORE
     last_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEHIND
-    total, factor = None, None
+    total = None
+    factor = None
     if inverse is not None:
         total, factor = tl.zeros((BLOCK_T,), tl.float32), tl.full((BLOCK_T,), 1.0, tl.float32)
     turn = 0
@@ -191,13 +192,13 @@ def differentiate_queries(
                 tap = (column + shift) - row
                 inside = (tap >= 0) & (tap < K)
                 if grad_position_logits is not None:
-                    place, known = tile_of(
+                    places, known = tile_of(
                         grad_position_logits, grad_position_logits_t, t0, s0, T, S, row, column, LINE
                     )
-                    tl.store(place, slopes.to(grad_position_logits.dtype.element_ty), mask=known)
+                    tl.store(places, slopes.to(grad_position_logits.dtype.element_ty), mask=known)
                 if (grad_band_logits is not None) and PART == AT:
-                    place = tile_of_band(grad_band_logits, grad_band_logits_t, t0, shift, row, column)
-                    tl.store(place, slopes.to(grad_band_logits.dtype.element_ty), mask=there & inside)
+                    taps = tile_of_band(grad_band_logits, grad_band_logits_t, t0, shift, row, column)
+                    tl.store(taps, slopes.to(grad_band_logits.dtype.element_ty), mask=there & inside)
                 if grad_outside_logits is not None:
                     sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
         if inverse is not None:

@@ -113,7 +113,7 @@ def logits_of(
             tile_of_band(band_logits, band_logits_t, t0, shift, row, column), mask=inside & there, other=0.0
         )
     seen = column < S - s0
-    if CAUSAL and PART != BEFORE and PART != BEHIND:  # no key outside the band comes later than the query
+    if CAUSAL and (PART != BEFORE and PART != BEHIND):  # no key outside the band comes later than the query
         seen = seen & (column + (s0 - t0 - start) <= row)
     if key_padding_mask is not None:
         keys = tl.arange(0, BLOCK_S)
