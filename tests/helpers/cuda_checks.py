@@ -11,17 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-DTYPES = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # For whole modules and networks: rounding accumulates over layers, and offsets decide where samples are read.
 MODULE_TOLERANCES = {torch.float32: 1e-4, torch.float16: 3e-2, torch.bfloat16: 0.2}
-
-
-def on_cuda(operands: dict, dtype: torch.dtype | None = None) -> dict:
-    return {k: v.to("cuda", dtype) if isinstance(v, Tensor) else v for k, v in operands.items()}
-
-
-def exact(operands: dict) -> dict:
-    return {k: v.detach().double() if isinstance(v, Tensor) else v for k, v in operands.items()}
 
 
 @pytest.fixture

@@ -161,7 +161,7 @@ def _criss_cross_attention(names: str) -> Build:
     return build
 
 
-def _deform_conv2d(names: str, groups: int = 2) -> Build:
+def deform_conv2d(names: str, groups: int = 2) -> Build:
     def build(size: Size, **given: Any) -> Example:
         geometry = dict(groups=groups, D=2, stride=(1, 1), padding=(1, 1), dilation=(1, 1), far=1)
         e = _extents(
@@ -258,8 +258,8 @@ EXAMPLES: dict[str, Build] = {
     "criss_cross_attention": _criss_cross_attention(f"{CONTENT} position_logits"),
     "criss_cross_attention, content": _criss_cross_attention(CONTENT),
     "criss_cross_attention, position": _criss_cross_attention("value position_logits"),
-    "deform_conv2d": _deform_conv2d("input offset weight bias mask"),
-    "deform_conv2d, version 1": _deform_conv2d("input offset weight", groups=1),
+    "deform_conv2d": deform_conv2d("input offset weight bias mask"),
+    "deform_conv2d, version 1": deform_conv2d("input offset weight", groups=1),
     "deform_conv1d": _deform_conv1d,
     "deformable_attention": _deformable_attention,
 }

@@ -1,63 +1,31 @@
-"""Random arguments of deformable convolution, and calls of its reference."""
+"""Calls of deformable convolution, with offsets that reach beyond the map."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import reference
 from tests.helpers.operator_checks import relative_error
+from tests.ops.contract_examples import Example, deform_conv2d
 
-# name -> (B, C, H, W, C_out, kernel, stride, padding, dilation, groups, offset groups)
-GEOMETRIES = {
-    "square": (2, 4, 6, 6, 3, (3, 3), 1, 1, 1, 1, 1),
-    "wide": (1, 6, 5, 9, 4, (3, 3), 1, 1, 1, 2, 3),
-    "tall, stride, dilation": (2, 4, 11, 6, 4, (3, 2), (2, 1), (2, 0), (1, 2), 2, 2),
-    "groups cut offset groups": (1, 12, 4, 5, 6, (1, 3), 1, (0, 1), 1, 3, 2),
-    "depthwise": (2, 5, 4, 4, 10, (3, 3), 2, 1, 1, 5, 5),
-    "one pixel": (3, 2, 1, 1, 2, (3, 3), 1, 1, 1, 1, 1),
-    "one row": (2, 3, 1, 7, 2, (1, 3), 1, (0, 1), 1, 1, 1),
-    "odd channels": (1, 37, 3, 4, 5, (3, 3), 1, 1, 1, 1, 1),
-    "many pixels": (2, 70, 33, 41, 8, (3, 3), 1, 1, 1, 1, 2),
+ALL = "input offset weight bias mask"
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "square": dict(C=4, map=(6, 6), out=3, groups=1, D=1),
+    "wide": dict(B=1, map=(5, 9), D=3),
+    "tall, stride, dilation": dict(C=4, map=(11, 6), kernel=(3, 2), stride=(2, 1), padding=(2, 0), dilation=(1, 2)),
+    "groups cut offset groups": dict(B=1, C=12, map=(4, 5), out=6, kernel=(1, 3), padding=(0, 1), groups=3),
+    "depthwise": dict(C=5, map=(4, 4), out=10, stride=(2, 2), groups=5, D=5),
+    "one pixel": dict(B=3, C=2, map=(1, 1), out=2, groups=1, D=1),
+    "one row": dict(C=3, map=(1, 7), out=2, kernel=(1, 3), padding=(0, 1), groups=1, D=1),
+    "odd channels": dict(B=1, C=37, map=(3, 4), out=5, groups=1, D=1),
+    "many pixels": dict(C=70, map=(33, 41), out=8, groups=1),
 }
 
 
-def make(geometry: tuple, dtype=torch.float64, spread: float = 2.0, masked: bool = True, seed: int = 0) -> dict:
-    """Return random operands of a geometry. Offsets reach beyond the map."""
-    B, C, H, W, C_out, kernel, stride, padding, dilation, groups, D = geometry
-    pair = lambda v: v if isinstance(v, tuple) else (v, v)  # noqa: E731
-    size = [
-        (n + 2 * p - d * (k - 1) - 1) // s + 1
-        for n, p, d, k, s in zip((H, W), pair(padding), pair(dilation), kernel, pair(stride))
-    ]
-    generator = torch.Generator().manual_seed(seed)
-    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    taps = math.prod(kernel)
-    return dict(
-        input=rand(B, C, H, W).to(dtype),
-        offset=(rand(B, 2 * D * taps, *size) * spread).to(dtype),
-        weight=rand(C_out, C // groups, *kernel).to(dtype),
-        bias=rand(C_out).to(dtype),
-        stride=pair(stride),
-        padding=pair(padding),
-        dilation=pair(dilation),
-        mask=rand(B, D * taps, *size).sigmoid().to(dtype) if masked else None,
-    )
-
-
-def through_reference(input, offset, weight, bias, stride, padding, dilation, mask) -> Tensor:
-    return reference.deform_conv2d(input, offset, weight, bias, mask, stride, padding, dilation)
-
-
-def gradients(function, operands: dict) -> list[Tensor]:
-    """Return the output and the gradients of the tensors, whose layouts and places stay as they are."""
-    names = [n for n in ("input", "offset", "weight", "bias", "mask") if operands[n] is not None]
-    leaves = {n: operands[n].detach().requires_grad_() for n in names}
-    output = function(**{**operands, **leaves})
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [output, *torch.autograd.grad(output, list(leaves.values()), grad.to(output))]
+def drawn(name: str, dtype=torch.float64, device="cpu", *, names: str = ALL, far: float = 2, **extents) -> Example:
+    return deform_conv2d(names)("small", far=far, **{**GEOMETRIES.get(name, {}), **extents}).to(device, dtype)
 
 
 def same_where_finite(a: Tensor, b: Tensor, bound: float = 1e-12) -> bool:

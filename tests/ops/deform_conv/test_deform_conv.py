@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from attn_plugins.ops import backend as forced
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 from attn_plugins.ops.common import library
 from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import relative_error
-from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, same_where_finite, through_reference
+from tests.ops.deform_conv.operands import ALL, GEOMETRIES, drawn, same_where_finite
 from tests.ops.emulated_backend import NAME as EMULATED
+from tests.ops.test_contract import FIRST, differentiate, example, forced, results
+from tests.ops.test_contract_backends import DOUBLE, SINGLE, check, plain_backends
 
 try:
     import torchvision
@@ -24,7 +26,7 @@ except ImportError:  # another version of torch may have no matching torchvision
 needs_torchvision = pytest.mark.skipif(torchvision is None, reason="torchvision is not installed")
 
 
-def loops(input, offset, weight, bias, stride, padding, dilation, mask) -> Tensor:
+def loops(input, offset, weight, bias, mask=None, *, stride=(1, 1), padding=(1, 1), dilation=(1, 1)) -> Tensor:
     """Compute the definition, one multiplication at a time."""
     B, C, H, W = input.shape
     C_out, group_channels, Kh, Kw = weight.shape
@@ -32,7 +34,7 @@ def loops(input, offset, weight, bias, stride, padding, dilation, mask) -> Tenso
     output = torch.zeros(B, C_out, *offset.shape[2:], dtype=input.dtype)
     for b, o, oy, ox in itertools.product(*map(range, output.shape)):
         group = o // (C_out // (C // group_channels))
-        total = float(bias[o]) if bias is not None else 0.0
+        total = float(bias[o])
         for i, ky, kx in itertools.product(range(group_channels), range(Kh), range(Kw)):
             c = group * group_channels + i
             tap = ((c // (C // D)) * Kh + ky) * Kw + kx
@@ -53,35 +55,30 @@ def test_the_binary_is_there() -> None:
     assert library.has_kernel("cpu"), library.failures()["cpu"]
 
 
-@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("names", [ALL, ALL.removesuffix(" mask")])
 @pytest.mark.parametrize("name", [n for n in GEOMETRIES if n != "many pixels"])
-def test_equals_plain_loops(name: str, masked: bool) -> None:
-    operands = make(GEOMETRIES[name], masked=masked)
-    expected = loops(**operands)
-    assert relative_error(deform_conv2d(**operands), expected) < 1e-12
-    assert relative_error(through_reference(**operands), expected) < 1e-12
+def test_equals_plain_loops(name: str, names: str) -> None:
+    some = drawn(name, names=names)
+    geometry = {n: GEOMETRIES[name][n] for n in ("stride", "padding", "dilation") if n in GEOMETRIES[name]}
+    expected = loops(**some.tensors, **geometry)
+    for backend in ("reference", FIRST, *plain_backends("deform_conv2d")):
+        assert relative_error(check(some, backend, DOUBLE)["output"], expected) < 1e-12
 
 
-@needs_torchvision
-def test_derivative_at_a_pixel_is_the_one_to_its_right() -> None:
-    operands = make(GEOMETRIES["wide"])
-    operands["offset"].round_()
-    ours = gradients(deform_conv2d, operands)
-    for other in (torchvision.ops.deform_conv2d, through_reference):
-        for a, b in zip(ours, gradients(other, operands)):
-            assert relative_error(a, b) < 1e-12
+@pytest.mark.parametrize("kind", ["cpu", "eager"])
+def test_derivative_at_a_pixel_is_the_one_to_its_right(kind: str) -> None:
+    """As by torchvision, of which ``test_torchvision.py`` says the same."""
+    some = drawn("wide")
+    some.tensors["offset"].round_()
+    check(some, kind, DOUBLE)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "eager"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 def test_the_output_has_the_memory_format_of_the_input(layout, kind: str) -> None:
-    operands = make(GEOMETRIES["wide"])
-    strided = {n: t.contiguous(memory_format=layout) if n in ("input", "mask") else t for n, t in operands.items()}
-    with forced(kind):
-        results = gradients(deform_conv2d, strided)
-        for a, b in zip(results, gradients(deform_conv2d, operands)):
-            assert relative_error(a, b) < 1e-14
-    assert results[0].is_contiguous(memory_format=layout)
+    some = drawn("wide")
+    some.tensors["input"] = some.tensors["input"].contiguous(memory_format=layout)
+    assert check(some, kind, DOUBLE)["output"].is_contiguous(memory_format=layout)
 
 
 by = pytest.mark.parametrize(
@@ -105,26 +102,17 @@ def test_far_offsets_and_masks_give_what_torchvision_gives(
     row: float, column: float, mask: float, name: str, backend: str
 ) -> None:
     """Far offsets read 0, which a mask that is not finite turns into NaN."""
-    operands = make(GEOMETRIES["wide"], spread=0.7)
-    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
-    operands["mask"][0, 1, 1, 1:4] *= mask
-    expected = gradients(torchvision.ops.deform_conv2d, operands)
+    some = drawn("wide", far=0.7)
+    some.tensors["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
+    some.tensors["mask"][0, 1, 1, 1:4] *= mask
+    expected = differentiate(partial(torchvision.ops.deform_conv2d, padding=1), some.leaves())
     with forced(backend):
-        assert all(map(same_where_finite, gradients(deform_conv2d, operands), expected))
+        assert all(same_where_finite(result, expected[n]) for n, result in results(some).items())
 
 
 def test_blocks_of_pixels_on_cpus() -> None:
     """The columns of 7055 pixels of 128 channels take three blocks of 12 MB, of which the last is smaller."""
-    random = torch.Generator().manual_seed(0)
-    shapes = dict(input=(1, 128, 83, 85), offset=(1, 18, 83, 85), weight=(8, 128, 3, 3))
-    operands = {n: torch.randn(shape, generator=random) for n, shape in shapes.items()}
-    results = []
-    for kind in ("cpu", "eager"):
-        leaves = {n: t.clone().requires_grad_() for n, t in operands.items()}
-        with forced(kind):
-            output = deform_conv2d(**leaves, padding=1)
-            results.append((output, *torch.autograd.grad(output.square().sum(), list(leaves.values()))))
-    assert all(relative_error(ours, other) < 1e-4 for ours, other in zip(*results))
+    check(example("deform_conv2d, version 1", B=1, C=128, map=(83, 85), out=8), "cpu", SINGLE)
 
 
 @by
@@ -141,30 +129,29 @@ def test_a_row_or_column_beyond_the_last_reads_nothing(name: str, backend: str) 
 @pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
 def test_nan_offsets_read_nan(row: float, column: float, dtype: torch.dtype, name: str, backend: str) -> None:
     """As with torchvision on GPUs; on CPUs it reads beyond its memory."""
-    operands = make(GEOMETRIES["wide"], dtype=dtype, spread=0.3)
-    B, _, H, W = operands["input"].shape
-    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
-    nowhere = torch.zeros(B, 1, H, W, dtype=torch.bool)
+    some = drawn("wide", dtype, far=0.3)
+    some.tensors["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column]).view(2, 1)
+    nowhere = torch.zeros(1, 1, 5, 9, dtype=torch.bool)
     nowhere[0, 0, 1, 1:4] = True
     with forced(backend):
-        output, *grads = gradients(deform_conv2d, operands)
-    assert torch.equal(output.isnan(), nowhere.expand_as(output) & (torch.arange(4) < 2).view(-1, 1, 1))  # the group
-    expected = [torch.zeros_like(grad, dtype=torch.bool) for grad in grads]
-    _, by_offset, by_weight, _, by_mask = expected
-    by_mask[:, 1:2] = nowhere
-    by_weight[:2, :2, 0, 1] = True
+        actual = results(some)
+    expected = {n: torch.zeros_like(result, dtype=torch.bool) for n, result in actual.items()}
+    expected["output"][:, :2] = expected["mask"][:, 1:2] = nowhere  # outputs of the group
+    expected["weight"][:2, :2, 0, 1] = True
     # A derivative along one axis is a difference of zeros, weighted by the position along the other one.
-    by_offset[:, 2:3], by_offset[:, 3:4] = nowhere & math.isnan(column), nowhere & math.isnan(row)
-    assert all(torch.equal(grad.isnan(), nan) for grad, nan in zip(grads, expected))
+    expected["offset"][:, 2:3] = nowhere & math.isnan(column)
+    expected["offset"][:, 3:4] = nowhere & math.isnan(row)
+    assert all(torch.equal(result.isnan(), expected[n]) for n, result in actual.items())
 
 
 def test_infinite_pixels_stay_where_they_are() -> None:
     """Samples outside the map read 0, even if a pixel of the map is infinite."""
-    operands = make(GEOMETRIES["one pixel"])
-    operands["input"][:] = math.inf
-    operands["offset"][:] = 5.0
-    for function in (deform_conv2d, through_reference):
-        assert torch.isfinite(function(**operands)).all()
+    some = drawn("one pixel")
+    some.tensors["input"][:] = math.inf
+    some.tensors["offset"][:] = 5.0
+    for backend in (FIRST, "reference"):
+        with forced(backend):
+            assert some.call(**some.tensors).isfinite().all()
 
 
 # --- one dimension --------------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins import ops
-from tests.ops.deform_conv.operands import GEOMETRIES, make
+from tests.ops.contract_examples import Example
+from tests.ops.deform_conv.operands import ALL, GEOMETRIES, drawn
+from tests.ops.test_contract_backends import SINGLE
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -22,18 +24,18 @@ EXPORTERS = [pytest.param(False, id="torchscript"), pytest.param(True, id="dynam
 class Layer(nn.Module):
     """A call whose weight and bias are parameters and whose maps are inputs."""
 
-    def __init__(self, operands: dict[str, Any]) -> None:
+    def __init__(self, some: Example) -> None:
         super().__init__()
-        for name in ("weight", "bias"):
-            self.register_parameter(name, None if operands[name] is None else nn.Parameter(operands[name]))
-        self.geometry = {name: operands[name] for name in ("stride", "padding", "dilation")}
+        self.call = some.call
+        for name in {"weight", "bias"} & some.tensors.keys():
+            self.register_parameter(name, nn.Parameter(some.tensors[name]))
 
-    def forward(self, input: Tensor, offset: Tensor, mask: Tensor | None = None) -> Tensor:
-        return ops.deform_conv2d(input, offset, self.weight, self.bias, mask=mask, **self.geometry)
+    def forward(self, *maps: Tensor) -> Tensor:
+        return self.call(**dict(zip(("input", "offset", "mask"), maps)), **dict(self.named_parameters()))
 
 
-def maps(operands: dict[str, Any]) -> tuple[Tensor, ...]:
-    return tuple(operands[name] for name in ("input", "offset", "mask") if operands[name] is not None)
+def maps(some: Example) -> tuple[Tensor, ...]:
+    return tuple(some.tensors[name] for name in ("input", "offset", "mask") if name in some.tensors)
 
 
 def export(layer: nn.Module, example: tuple[Tensor, ...], file: Path, dynamo: bool, opset: int | None = 19) -> None:
@@ -41,7 +43,9 @@ def export(layer: nn.Module, example: tuple[Tensor, ...], file: Path, dynamo: bo
     names, axes = ["input", "offset", "mask"][: len(example)], (0, 2, 3)
     dynamic: dict[str, Any] = dict(dynamic_axes={n: {a: f"{n}{a}" for a in axes} for n in names})
     if dynamo:
-        dynamic = dict(dynamic_shapes=tuple(dict.fromkeys(axes, torch.export.Dim.AUTO) for _ in names), verbose=False)
+        dynamic = dict(
+            dynamic_shapes=(tuple(dict.fromkeys(axes, torch.export.Dim.AUTO) for _ in names),), verbose=False
+        )
     torch.onnx.export(
         layer.eval(), example, file, dynamo=dynamo, input_names=names, opset_version=opset, **dynamic
     )  # fmt: skip
@@ -57,32 +61,21 @@ def types(file: Path) -> list[str]:
     return [node.op_type for node in onnx.load(file).graph.node]
 
 
-CASES = {
-    "square": {},
-    "wide": {},
-    "tall, stride, dilation": {},
-    "groups cut offset groups": {},
-    "depthwise": {},
-    "wide, no mask": dict(masked=False),
-    "wide, no bias": dict(bias=False),
-    "wide, neither": dict(masked=False, bias=False),
-    "wide, float64": dict(dtype=torch.float64),
-}
+CASES = [
+    *((name, ALL, SINGLE) for name in list(GEOMETRIES)[:5]),
+    *(("wide", f"input offset weight {more}", SINGLE) for more in ("bias", "mask", "")),
+    ("wide", ALL, torch.float64),
+]
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-@pytest.mark.parametrize("name", CASES)
-def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, dynamo, tmp_path):
-    options = dict(CASES[name])
-    biased = options.pop("bias", True)
-    geometry = GEOMETRIES.get(name, GEOMETRIES["wide"])
-    operands = make(geometry, **{"dtype": torch.float32, **options})
-    operands["bias"] = operands["bias"] if biased else None
-    layer, file = Layer(operands), tmp_path / "layer.onnx"
-    export(layer, maps(operands), file, dynamo)
+@pytest.mark.parametrize("name, names, dtype", CASES, ids=str)
+def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, names, dtype, dynamo, tmp_path):
+    some, (H, W) = drawn(name, dtype, names=names), GEOMETRIES[name]["map"]
+    layer, file = Layer(some), tmp_path / "layer.onnx"
+    export(layer, maps(some), file, dynamo)
     assert types(file) == ["DeformConv"]
-    B, C, H, W, *rest = geometry
-    others = maps(make((B + 2, C, H + 4, W + 3, *rest), seed=1, **{"dtype": torch.float32, **options}))
+    others = maps(drawn(name, dtype, names=names, B=4, map=(H + 4, W + 3)))
     torch.testing.assert_close(run(file, others), layer(*others).detach(), rtol=1e-5, atol=1e-5)
 
 
@@ -90,38 +83,38 @@ def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, dynamo, tm
 @pytest.mark.parametrize("opset", [18, None, 20])
 def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
     """``dynamo=False`` writes opset 20 at most; None is the exporter's default."""
-    operands = make(GEOMETRIES["wide"], torch.float32)
-    layer, file = Layer(operands), tmp_path / "layer.onnx"
-    export(layer, maps(operands), file, dynamo, opset)
+    some = drawn("wide", SINGLE)
+    layer, file = Layer(some), tmp_path / "layer.onnx"
+    export(layer, maps(some), file, dynamo, opset)
     (version,) = (entry.version for entry in onnx.load(file).opset_import if entry.domain == "")
     assert ("DeformConv" in types(file)) == (version >= 19)
     assert opset in (None, version)
-    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("opset", [22, 23])
 def test_later_opsets(opset, tmp_path):
-    operands = make(GEOMETRIES["wide"], torch.float32)
-    layer, file = Layer(operands), tmp_path / "layer.onnx"
-    export(layer, maps(operands), file, True, opset)
+    some = drawn("wide", SINGLE)
+    layer, file = Layer(some), tmp_path / "layer.onnx"
+    export(layer, maps(some), file, True, opset)
     assert types(file) == ["DeformConv"]
-    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_half_precision_keeps_positions_in_float32(dynamo, tmp_path):
-    operands = make(GEOMETRIES["wide"], torch.float16)
-    layer, file = Layer(operands), tmp_path / "layer.onnx"
-    export(layer, maps(operands), file, dynamo)
+    some = drawn("wide", torch.float16)
+    layer, file = Layer(some), tmp_path / "layer.onnx"
+    export(layer, maps(some), file, dynamo)
     assert "DeformConv" in types(file)
-    torch.testing.assert_close(run(file, maps(operands)), layer(*maps(operands)).detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_reference_is_exported_as_operations(dynamo, tmp_path):
-    operands, file = make(GEOMETRIES["wide"], torch.float32), tmp_path / "layer.onnx"
+    some, file = drawn("wide", SINGLE), tmp_path / "layer.onnx"
     with ops.backend("reference"):
-        export(Layer(operands), maps(operands), file, dynamo)
+        export(Layer(some), maps(some), file, dynamo)
     assert "DeformConv" not in types(file)
 
 

@@ -8,20 +8,18 @@ import sys
 import pytest
 import torch
 
-from attn_plugins.ops import backend, deform_conv1d, deform_conv2d
+from attn_plugins.ops import backend, deform_conv1d
 from attn_plugins.ops.deform_conv import torchvision as by_torchvision
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 from attn_plugins.ops.deform_conv.operands import Options, Terms
 from tests.helpers.operator_checks import deterministic_mode, relative_error
-from tests.ops.deform_conv.operands import GEOMETRIES, gradients, make, through_reference
+from tests.ops.deform_conv.operands import drawn
+from tests.ops.test_contract import assert_close, forced, results
+from tests.ops.test_contract_backends import DOUBLE, HALF, check
 
 pytest.importorskip("torchvision")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN = math.nan
-
-
-def moved(operands: dict, dtype: torch.dtype | None = None) -> dict:
-    return {n: t.to(DEVICE, dtype) if torch.is_tensor(t) else t for n, t in operands.items()}
 
 
 @pytest.fixture
@@ -32,22 +30,15 @@ def serving(monkeypatch):
 
 def test_half_positions_are_exact_on_wide_maps():
     """torchvision's kernel of float16 is 1 % off here."""
-    operands = moved(make((1, 4, 3, 200, 4, (3, 3), 1, 1, 1, 1, 1)), torch.float16)
-    expected = through_reference(**moved(operands, torch.float64))
-    with backend("torchvision"):
-        assert relative_error(deform_conv2d(**operands), expected) < 5e-4
+    check(drawn("square", HALF, DEVICE, B=1, map=(3, 200), out=4), "torchvision", HALF)
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_layouts_are_those_of_fake_tensors(layout, dtype):
     """Else a compiled graph would read the results wrongly."""
-    operands = moved(make(GEOMETRIES["wide"]), dtype)
-    options = Options((1, 1), (1, 1), (1, 1), 2, 3)
-    tensors = {n: operands[n] for n in Terms._fields}
-    for name in ("input", "offset", "mask", "weight"):
-        tensors[name] = tensors[name].contiguous(memory_format=layout)
-    terms = Terms(**tensors)
+    options, tensors = Options((1, 1), (1, 1), (1, 1), 2, 3), drawn("wide", dtype, DEVICE).tensors
+    terms = Terms(**{n: t.contiguous(memory_format=layout) if t.dim() == 4 else t for n, t in tensors.items()})
     with backend("torchvision"):
         output = CONVOLVE._forward(*terms, *options)
         grads = CONVOLVE._backward(output, *terms, *options, [True] * 5)
@@ -58,28 +49,26 @@ def test_layouts_are_those_of_fake_tensors(layout, dtype):
 
 @pytest.mark.parametrize("name", ["wide", "groups cut offset groups"])
 def test_the_derivative_at_a_pixel_and_on_the_edge_is_that_to_its_right(name):
-    operands = moved(make(GEOMETRIES[name]))
-    for offset in (operands["offset"].round(), torch.zeros_like(operands["offset"])):
-        some = {**operands, "offset": offset}
-        with backend("torchvision"):
-            actual = gradients(deform_conv2d, some)
-        for ours, wanted in zip(actual, gradients(through_reference, some)):
-            assert relative_error(ours, wanted) < 1e-12
+    some = drawn(name, device=DEVICE)
+    for change in (some.tensors["offset"].round_, some.tensors["offset"].zero_):
+        change()
+        check(some, "torchvision", DOUBLE)
 
 
 @pytest.mark.parametrize("row, column", [(NAN, 0), (0, NAN), (NAN, NAN)])
 def test_nan_offsets(row, column):
     """They read NaN on GPUs, with the reference's gradients, and are refused on CPUs."""
-    operands = moved(make(GEOMETRIES["wide"], spread=0.3))
-    operands["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column], device=DEVICE).view(2, 1)
-    with backend("torchvision"):
-        if DEVICE == "cpu":
-            with pytest.raises(ValueError, match="offset has a NaN, for which torchvision's kernels for CPUs read"):
-                deform_conv2d(**operands)
-            return
-        actual = gradients(deform_conv2d, operands)
-    for ours, wanted in zip(actual, gradients(through_reference, operands)):
-        torch.testing.assert_close(ours, wanted, equal_nan=True)
+    some = drawn("wide", device=DEVICE, far=0.3)
+    some.tensors["offset"][0, 2:4, 1, 1:4] += torch.tensor([row, column], device=DEVICE).view(2, 1)
+    if DEVICE == "cpu":
+        words = "offset has a NaN, for which torchvision's kernels for CPUs read"
+        with backend("torchvision"), pytest.raises(ValueError, match=words):
+            results(some)
+        return
+    with forced("torchvision"):
+        actual = results(some)
+    with forced("reference"):
+        torch.testing.assert_close(actual, results(some), equal_nan=True)
 
 
 def test_gradients_of_nan_offsets_are_those_of_the_definition():
@@ -93,29 +82,26 @@ def test_gradients_of_nan_offsets_are_those_of_the_definition():
 
 
 def test_both_orders_of_gradients(serving):
-    operands = moved(make((1, 4, 3, 4, 2, (2, 3), 1, 1, 1, 2, 2), spread=0.3))
-    names = [n for n in Terms._fields if operands[n] is not None]
+    some = drawn("square", device=DEVICE, B=1, map=(3, 4), out=2, kernel=(2, 3), groups=2, D=2, far=0.3)
 
     def function(*tensors):
-        return deform_conv2d(**{**operands, **dict(zip(names, tensors))})
+        return some.call(**dict(zip(some.tensors, tensors)))
 
-    leaves = [operands[n].requires_grad_() for n in names]
+    leaves = list(some.leaves().values())
     assert torch.autograd.gradcheck(function, leaves, fast_mode=True, nondet_tol=1e-10)
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, nondet_tol=1e-10)
 
 
 def test_functorch(serving):
-    operands = moved(make(GEOMETRIES["wide"]))
-    expected = gradients(through_reference, operands)[1]
-    grad = torch.randn(expected.shape[0], 4, 5, 9, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-
-    def loss(input):
-        return (deform_conv2d(**{**operands, "input": input}) * grad.to(DEVICE)).sum()
-
-    assert relative_error(torch.func.grad(loss)(operands["input"]), expected) < 1e-12
-    several = torch.stack([operands["input"], operands["input"] * 2])
-    for one, ours in zip(several, torch.vmap(lambda x: deform_conv2d(**{**operands, "input": x}))(several)):
-        assert relative_error(ours, through_reference(**{**operands, "input": one})) < 1e-12
+    some = drawn("wide", device=DEVICE)
+    call, x = lambda input: some.call(**{**some.tensors, "input": input}), some.tensors["input"]
+    with torch.no_grad(), backend("reference"):
+        expected = [call(x), call(2 * x)]
+    assert_close(dict(output=torch.vmap(call)(torch.stack([x, 2 * x]))), dict(output=torch.stack(expected)), 1e-12)
+    gradient = torch.func.grad(lambda input: call(input).square().sum())(x)
+    leaf = x.clone().requires_grad_()
+    with backend("reference"):
+        assert relative_error(gradient, torch.autograd.grad(call(leaf).square().sum(), leaf)[0]) < 1e-12
 
 
 def test_one_dimension_and_no_images(serving):
@@ -135,10 +121,9 @@ def test_the_order_of_the_table():
 
 
 def test_refusals(monkeypatch):
-    operands = make(GEOMETRIES["wide"])
-    choice = by_torchvision.refuses(Terms(*(operands[n] for n in Terms._fields)), None)
+    choice = by_torchvision.refuses(Terms(**drawn("wide").tensors), None)
     assert choice == "it serves CUDA, and the tensors are on cpu"
-    terms = Terms(*(moved(operands)[n] for n in Terms._fields))
+    terms = Terms(**drawn("wide", device=DEVICE).tensors)
     with backend("torchvision"):
         assert by_torchvision.refuses(terms, None) is None
         with deterministic_mode():
