@@ -163,6 +163,10 @@ def test_offsets_learn_at_a_tenth_of_the_rate():
         ("dataset=torch/none", "dataset 'torch/none' cannot be loaded from"),
         ("dataset=clips", "no video and no folder of pictures for the class eight"),
         ("lr=1e12", "the loss is .* at epoch 1, step .*: reduce lr"),
+        ("lr=.nan", "lr must be at least 0, got nan"),
+        ("warmup=1", "warmup must be from 0 to below 1, got 1.0"),
+        ("clip_grad=-1", "clip_grad must be above 0, or null for no limit, got -1.0"),
+        ("optimizer=none", "optimizer 'none': "),
         ("init_std={heigth: 0.1}", "init_std must name parameters of the model, such as .*, got 'heigth'"),
     ],
 )
@@ -171,6 +175,12 @@ def test_bad_settings(digits, tmp_path, capsys, change, words):
     error = capsys.readouterr().err
     assert re.search(f"^train: .*{words}", error)
     assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_that_are_not_finite_are_not_kept(digits, tmp_path, capsys):
+    assert run(DIGITS, digits, tmp_path / "out", "epochs=1", "workers=0", "warmup=0", "batch_size=999", "lr=1e36") == 2
+    assert "the validation loss is nan after epoch 1: reduce lr" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -200,6 +200,7 @@ def test_bad_input_is_reported(pictures, trained, tmp_path, capsys):
             "holds a test_resnet, but",
         ),
         ([*SMALL, "--lr", "1e30", "--epochs", "2"], "the loss is"),
+        ([*SMALL, "--lr", "0"], "--lr must be above 0, got 0.0"),
         ([*SMALL, "--device", "gpu"], "--device must be one that torch finds here, such as cpu, got 'gpu'"),
     ]:
         assert tool.main([str(pictures), str(tmp_path / "out"), *options]) == 2

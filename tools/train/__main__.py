@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import sys
 import time
 from functools import partial
@@ -48,9 +49,12 @@ from .model import create_model
 def optimization(config: Config, model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, Any]:
     """Create timm's optimizer and its schedule by updates, of which an epoch has ``steps``."""
     grouping = partial(param_groups, lr=config.lr, weight_decay=config.weight_decay)
-    optimizer = create_optimizer_v2(
-        model, config.optimizer, config.lr, config.weight_decay, config.momentum, param_group_fn=grouping
-    )
+    try:
+        optimizer = create_optimizer_v2(
+            model, config.optimizer, config.lr, config.weight_decay, config.momentum, param_group_fn=grouping
+        )
+    except ValueError as error:
+        raise ConfigError(f"optimizer {config.optimizer!r}: {error}") from error
     warmup = config.warmup * config.epochs
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -113,6 +117,8 @@ def train(config: Config, data: Path, output: Path, device: torch.device) -> dic
             optimizer.step()
             total += loss.item()
         row = dict(epoch=epoch + 1, train_loss=total / len(batches), **evaluate(model, val_batches, device))
+        if not math.isfinite(row["val_loss"]):
+            raise FloatingPointError(f"the validation loss is {row['val_loss']} after epoch {epoch + 1}: reduce lr")
         best = max((other["top1"] for other in rows), default=-1.0)
         rows.append(dict(row, seconds=round(time.monotonic() - began, 1)))
         if row["top1"] > best:

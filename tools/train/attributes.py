@@ -270,7 +270,10 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--shift must be from 0 to 0.5, got {options.shift}")
     options.backbone_given = options.backbone is not None
     options.backbone = options.backbone or "resnet50"
-    options.lr = options.lr or (2e-3 if options.no_pretrained else 2e-4)
+    if options.lr is None:
+        options.lr = 2e-3 if options.no_pretrained else 2e-4
+    if not options.lr > 0:
+        raise ValueError(f"--lr must be above 0, got {options.lr}")
 
 
 def main(arguments: list[str] | None = None) -> int:

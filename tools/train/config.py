@@ -59,11 +59,15 @@ class Config:
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
         for name, least in dict(frames=1, epochs=1, batch_size=1, workers=0, lr=0, weight_decay=0).items():
-            if getattr(self, name) < least:
+            if not getattr(self, name) >= least:  # nor NaN
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)!r}")
-        for name in ("warmup", "hflip"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be from 0 to 1, got {getattr(self, name)!r}")
+        if not 0 <= self.hflip <= 1:
+            raise ConfigError(f"hflip must be from 0 to 1, got {self.hflip!r}")
+        for name in ("warmup", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be from 0 to below 1, got {getattr(self, name)!r}")
+        if self.clip_grad is not None and not self.clip_grad > 0:
+            raise ConfigError(f"clip_grad must be above 0, or null for no limit, got {self.clip_grad!r}")
 
 
 def load(file: Path, overrides: Sequence[str] = ()) -> Config:
