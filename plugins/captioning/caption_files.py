@@ -129,10 +129,11 @@ def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[
     """Return the names and texts of an image's captions in Karpathy's file."""
     sentences = entry.get("sentences", [])
     if not isinstance(sentences, list) or not all(
-        isinstance(s, dict) and ("raw" in s or "tokens" in s) for s in sentences
+        isinstance(s, dict) and ("raw" in s or isinstance(s.get("tokens"), list)) for s in sentences
     ):
         raise ValueError(
-            f"{path}: image {image_id} must have a list of sentences with raw or tokens, got {sentences!r:.120}"
+            f"{path}: image {image_id} must have a list of sentences with raw or a list of tokens, "
+            f"got {sentences!r:.120}"
         )
     texts = [s["raw"] if "raw" in s else tuple(map(str, s["tokens"])) for s in sentences]
     return [(f"caption {i + 1}", text) for i, text in enumerate(texts)]

@@ -139,8 +139,9 @@ def test_files_that_are_not_such(folder, name, text, message):
 @pytest.mark.parametrize(
     ("sentences", "message"),
     [
-        (["a dog"], "image 103 must have a list of sentences with raw or tokens, got"),
-        ({"raw": "a dog"}, "image 103 must have a list of sentences with raw or tokens, got"),
+        (["a dog"], "image 103 must have a list of sentences with raw or a list of tokens, got"),
+        ({"raw": "a dog"}, "image 103 must have a list of sentences with raw or a list of tokens, got"),
+        ([{"tokens": "a dog"}], "image 103 must have a list of sentences with raw or a list of tokens, got"),
         ([], r"splits\.json: image 103 has no captions in"),
         ([{"raw": 3}], r"splits\.json: caption 1 of image 103 is empty, got 3"),
     ],
