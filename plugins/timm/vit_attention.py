@@ -93,6 +93,8 @@ class ViTAttention(GridAttention):
         """Initialise the added parameters: see :meth:`reset_terms`. timm's rule initialises the projections."""
         self.reset_terms()
 
+    init_weights = reset_parameters  # timm calls this after its rule for all linear layers, the tables among them
+
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from every token to all others.
 

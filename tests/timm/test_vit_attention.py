@@ -13,6 +13,7 @@ from timm.models.vision_transformer import ATTN_LAYERS
 from timm.utils import AttentionExtract
 from torch import nn
 
+from attn_plugins.modules.tokens.grid_terms import ADDED
 from attn_plugins.timm import ViTAttention, vit_attention
 from attn_plugins.timm.vit_attention import LAYERS
 from tests.helpers.small_vits import SMALL, build, layers_of, open_gates, picture
@@ -25,6 +26,7 @@ OTHER_BLOCKS = {
     "vit_base_patch16_xp_224", "vit_large_patch14_xp_224", "vit_huge_patch14_xp_224",
     "vit_dpwee_patch16_reg1_gap_256", "vit_pwee_patch16_reg1_gap_256",
 }  # fmt: skip
+NAFLEX = dict(img_size=None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,6 +57,20 @@ def test_the_start_is_timms(name):
     assert torch.allclose(model(picture()), expected, rtol=1e-4, atol=1e-5) == same
 
 
+@pytest.mark.parametrize("attn_layer", ["attn1111", "attn_bilateral"])
+@pytest.mark.parametrize("name, options", [("vit_tiny_patch16_224", {}), ("naflexvit_base_patch16_gap", NAFLEX)])
+def test_terms_start_by_their_own_rule(attn_layer, name, options):
+    """timm draws all linear layers again once the model is built, and in ``init_weights``."""
+    model = build(attn_layer, name, **options)
+    for _ in range(2):
+        for layer in layers_of(model):
+            weights = [p for key, p in layer.named_parameters() if key.split(".")[0] in ADDED and p.dim() > 1]
+            bounds = [(6 / sum(weight.shape)) ** 0.5 for weight in weights]  # Glorot's
+            assert [weight.abs().max().item() for weight in weights] == pytest.approx(bounds, rel=0.05)
+            assert len(weights) == 2
+        model.init_weights()
+
+
 @pytest.mark.parametrize(
     "name, options",
     [
@@ -62,7 +78,7 @@ def test_the_start_is_timms(name):
         ("vit_tiny_patch16_224", dict(reg_tokens=3, no_embed_class=True)),
         ("vit_tiny_patch16_224", dict(class_token=False, global_pool="avg", qk_norm=True, scale_attn_norm=True)),
         ("deit_tiny_distilled_patch16_224", {}),
-        ("naflexvit_base_patch16_gap", dict(img_size=None)),
+        ("naflexvit_base_patch16_gap", NAFLEX),
     ],
 )
 def test_places_are_found(name, options):
