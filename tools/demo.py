@@ -57,10 +57,10 @@ def prepare(data: Path, work_dir: Path) -> None:
         )
     try:
         build(data, RECIPE)
-    except ValueError as error:
+        work_dir.mkdir(parents=True, exist_ok=True)
+        stamp.write_text(json.dumps(RECIPE.stamp()))
+    except (ValueError, OSError) as error:
         raise SystemExit(f"tools.demo: {error}") from None
-    work_dir.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(json.dumps(RECIPE.stamp()))
 
 
 def final_checkpoint(work_dir: Path) -> Path | None:
