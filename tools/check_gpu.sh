@@ -5,7 +5,7 @@
 #   tools/check_gpu.sh                    # build tests fuzz memory eager bench
 #   tools/check_gpu.sh build tests        # some stages
 #   PYTEST="-k window" tools/check_gpu.sh tests
-#   BENCH="--all -k sequence" tools/check_gpu.sh bench
+#   BENCH="--all -k sequence" tools/check_gpu.sh bench     # to gpu-all-k-sequence.*, beside gpu.*
 #   EAGER="timm_models -k swin" tools/check_gpu.sh eager   # eager operators and whole models, stock beside ours
 #
 # PYTHON: one with torch for CUDA, pytest, pytest-xdist and pytest-timeout. OUT: folder of logs and results. build/gpu keeps
@@ -94,24 +94,27 @@ memory() {
     each_operator sanitize
 }
 
-eager() { # as users run them; an operator or a model takes 100 s, and its other rows wait for the next call
-    [[ -e build/gpu/gpu-eager.jsonl ]] && cp -n build/gpu/gpu-eager.jsonl "$OUT" # a run that is cut leaves its rows there
+measure() { # NAME CHOSEN ARGUMENTS…: all rows, or those that CHOSEN names, in files of their own
+    local name=$1 status
+    [[ -n $2 ]] && name+=$(tr -cs '[:alnum:]_\n' - <<<" $2")
+    [[ -e build/gpu/$name.jsonl ]] && cp -n "build/gpu/$name.jsonl" "$OUT"
     # shellcheck disable=SC2086
-    "$PYTHON" -m tools.bench ${EAGER:-eager mm_models timm_models transformers_models} --device cuda --name gpu-eager --out "$OUT" \
-        --minutes "${MINUTES:-8}" --part-seconds 100 --row-seconds 100 --wait 5 --resume 2>&1 | tee "$OUT/eager.log"
-    local status=$?
-    rm -f build/gpu/gpu-eager.* # once all rows are there, there is no record of lines to resume
-    cp "$OUT"/gpu-eager.* build/gpu
+    "$PYTHON" -m tools.bench "${@:3}" $2 --device cuda --name "$name" --out "$OUT" --minutes "${MINUTES:-8}" --wait 5 --resume \
+        2>&1 | tee "$OUT/$name.log" # rows are written to $OUT at once, where a run that is cut leaves them
+    status=$?
+    [[ $OUT -ef build/gpu ]] && return "$status"
+    rm -f build/gpu/"$name".* # once all rows are there, there is no record of lines to resume
+    cp "$OUT/$name".* build/gpu
     return "$status"
 }
 
-bench() {
-    "$PYTHON" -m tools.bench --device cuda --name gpu --out build/gpu --minutes "${MINUTES:-8}" --warm "$JOBS" --wait 5 --resume \
-        ${BENCH:-} 2>&1 | tee "$OUT/bench.log"
-    local status=$?
-    cp build/gpu/gpu.* "$OUT"
-    return "$status"
+eager() { # as users run them; an operator or a model takes 100 s, and its other rows wait for the next call
+    local names=(eager mm_models timm_models transformers_models)
+    [[ -n ${EAGER:-} ]] && names=() # it names them
+    TORCHINDUCTOR_COMPILE_THREADS=$JOBS measure gpu-eager "${EAGER:-}" "${names[@]}" --part-seconds 100 --row-seconds 100
 }
+
+bench() { measure gpu "${BENCH:-}" --warm "$JOBS"; }
 
 failed=()
 for stage in "${@:-build tests fuzz memory eager bench}"; do
