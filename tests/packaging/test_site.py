@@ -119,3 +119,6 @@ def test_every_command_has_help():
     modules = commands()
     assert {"tools.view", "tools.bench", "tools.caption"} <= set(modules)
     assert not [command for command in modules if ".site" in command]
+    files = [ROOT / module.replace(".", "/") for module in modules]
+    for file in (path / "__main__.py" if path.is_dir() else path.with_suffix(".py") for path in files):
+        assert "parse_args(" in file.read_text(), file  # else `--help` runs it
