@@ -31,7 +31,7 @@ def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> P
         features[:, colour] += 3
         boxes = np.sort(draw.random((n, 2, 2)), 1).reshape(n, 4)
         regions.append((image_id, dict(features=features, boxes=boxes, scores=draw.random(n))))
-        attributes[str(image_id)] = [["a", 0.2], [THINGS[thing], 0.9]]
+        attributes[str(image_id)] = [["A", 0.2], [THINGS[thing], 0.9]]
         images.append({"id": image_id, "file_name": f"{image_id}.jpg"})
         texts = (f"A {COLOURS[colour]} {THINGS[thing]}.", f"The {THINGS[thing]} is {COLOURS[colour]}!")
         for k, text in enumerate(texts):

@@ -218,7 +218,7 @@ def test_captions_of_several_files_and_of_the_splits_file(folder):
 
 def test_oracle_attributes(folder):
     vocabulary = {"a": 90, "dog": 20, "cat": 30, "red": 5}
-    captions = [["a", "red", "dog", "dog"], ["a", "dog"], ["unseen", "cat"]]
+    captions = [["a", "red", "red", "red", "dog"], ["a", "dog"], ["unseen", "cat"]]
     assert described_by(captions, vocabulary, 9) == ["dog", "a", "red", "cat"]
     assert described_by(captions, vocabulary, 2) == ["dog", "a"]
     (folder / "attributes.json").unlink()
