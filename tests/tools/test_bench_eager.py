@@ -74,6 +74,16 @@ def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch):
         assert ("over" in lines[-1]) == over
 
 
+def test_rows_of_another_gpu_are_set_aside(tmp_path):
+    record = tmp_path / "gpu.jsonl"
+    for device in ("NVIDIA H100 80GB", "NVIDIA H100 80GB", "NVIDIA H200"):
+        worker.begin(record, device)
+        worker.append(record, {"done": device})
+    assert [line["done"] for line in worker.read(record) if "done" in line] == ["NVIDIA H200"]
+    aside = worker.read(tmp_path / "gpu-NVIDIA-H100-80GB.jsonl")
+    assert [line["done"] for line in aside if "done" in line] == ["NVIDIA H100 80GB"] * 2
+
+
 # --- whole models -------------------------------------------------------------------------------------------------
 
 

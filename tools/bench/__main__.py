@@ -133,6 +133,7 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
         record.parent.mkdir(parents=True, exist_ok=True)
         if not options.resume:
             record.unlink(missing_ok=True)
+        worker.begin(record, torch.cuda.get_device_name() if gpu else "cpu")
         job.record, job.names = str(record), names
         if options.warm:
             worker.warm(job, options.warm, min(job.until - time.time(), 3600) / 2)

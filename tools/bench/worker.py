@@ -69,6 +69,17 @@ def append(record: Path, line: Mapping[str, Any]) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def begin(record: Path, device: str) -> None:
+    """Name the device in a record; set one of another device aside, whose times are not to be compared with its."""
+    before = next((line["device"] for line in read(record) if "device" in line), device)
+    if before != device:
+        kept = re.sub(r"\W+", "-", before)
+        aside = record.with_name(f"{record.stem}-{kept}.jsonl")
+        print(f"{record} has rows of {before}, not of {device}: it is {aside} now")
+        record.replace(aside)
+    append(record, {"device": device})
+
+
 def crashes(lines: list[dict[str, Any]]) -> dict[str, dict[str, str]]:
     """Return the contestants that ended a process, with the reasons, by row."""
     reasons: dict[str, dict[str, str]] = {}
