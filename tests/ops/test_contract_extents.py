@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers import triton_checks
 from tests.ops.contract_examples import EXAMPLES
+from tests.ops.deform_conv.operands import GEOMETRIES as DEFORMED
 from tests.ops.test_contract import example
 from tests.ops.test_contract_backends import DOUBLE, HALF, ONE_EACH, SINGLE, check, plain_backends
 
@@ -45,12 +46,7 @@ EXTENTS: dict[str, list[dict]] = {
     **{n: [dict(g, d=19, dv=18) for g in GEOMETRIES] for n in EXAMPLES if n.startswith("window")},
     "criss_cross_attention": [dict(map=map, d=9) for map in ((1, 3), (3, 1), (1, 1), (17, 34))],
     "criss_cross_attention, content": [dict(map=(33, 2), d=16)],
-    "deform_conv2d": [
-        dict(C=70, map=(33, 41), out=8, B=1), dict(C=2, map=(1, 1), out=2), dict(C=38, map=(1, 4)),
-        dict(B=1, D=3), dict(B=1, C=12, map=(4, 5), out=6, kernel=(1, 3), padding=(0, 1), groups=3),
-        dict(C=4, map=(11, 6), kernel=(3, 2), stride=(2, 1), padding=(2, 0), dilation=(1, 2)),
-        dict(C=5, map=(4, 4), out=10, stride=(2, 2), groups=5, D=5), dict(C=37, map=(3, 4), out=5, groups=1, D=1),
-    ],
+    "deform_conv2d": [*DEFORMED.values(), dict(C=38, map=(1, 4)), dict(B=1, D=3)],
     "deformable_attention": [
         dict(levels=((1, 1),), Q=3), dict(d=5), dict(d=72, Q=2, M=2), dict(levels=((3, 2),), Q=300, K=1, M=2, B=1),
     ],

@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
 import torch
 from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins.ops.common import counters
 from tests.ops.contract_examples import EXAMPLES
-
-
-class Calling(nn.Module):
-    def __init__(self, call, names):
-        super().__init__()
-        self.call, self.names = call, names
-
-    def forward(self, *tensors):
-        return self.call(**dict(zip(self.names, tensors)))
+from tests.ops.test_contract import Layer, example
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_fvcore_counts_multiply_adds_and_outputs(name):
-    some = EXAMPLES[name]("small").to("cpu", torch.float32)
-    tensors = {key: tensor.detach() for key, tensor in some.leaves().items()}
-    model, inputs = Calling(some.call, tensors), tuple(tensors.values())
+    some = example(name)
+    model, inputs = Layer(some), tuple(some.tensors.values())
     with FlopCounterMode(display=False) as torchs:
         torch.jit.trace(model, inputs, check_trace=False)
     expected = {
@@ -41,18 +29,16 @@ def test_fvcore_counts_multiply_adds_and_outputs(name):
     assert expected
     assert {key: counted[key] for key in expected} == expected
     kept = ActivationCountAnalysis(model, inputs).unsupported_ops_warnings(False).by_operator()
-    assert len(expected) != 1 or [kept[key] for key in expected] == [some.call(**tensors).numel()]
+    assert len(expected) != 1 or [kept[key] for key in expected] == [model(*inputs).numel()]
 
 
-def test_counters_are_not_imported_and_may_be_imported_later():
-    script = """
-        import sys
-        import attn_plugins.ops
-        assert not {"fvcore", "mmengine"} & set(sys.modules)
-        import fvcore.nn
-        assert "attn_plugins::deform_conv2d" in sys.modules["fvcore.nn.flop_count"]._DEFAULT_SUPPORTED_OPS
-    """
-    subprocess.run([sys.executable, "-c", "\n".join(map(str.strip, script.splitlines()))], check=True)
+def test_counters_are_not_imported_and_may_be_imported_later(python):
+    python(
+        "import sys, attn_plugins.ops\n"
+        "assert not {'fvcore', 'mmengine'} & set(sys.modules)\n"
+        "import fvcore.nn\n"
+        "assert 'attn_plugins::deform_conv2d' in sys.modules['fvcore.nn.flop_count']._DEFAULT_SUPPORTED_OPS"
+    )
 
 
 def test_a_counter_without_its_table_is_named(caplog):

@@ -97,28 +97,29 @@ def test_transposed_factors_of_any_shape(used, M, N):
 
 def test_small_products_other_dtypes_and_errors_are_pytorchs(used):
     x, y = torch.randn(8, 16), torch.randn(16, 4)
-    results = [x @ y, torch.addmm(y[0], x, y), torch.mm(x[:0], y), torch.mm(x[:, :0], y[:0])]
     big = [torch.randn(300, 300, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
-    results += [b @ b for b in big]
-    errors = []
-    calls = (
+    wrong = (
         lambda: torch.mm(x, x),
         lambda: torch.mm(x, y[0]),
         lambda: torch.addmm(x[0], x, y),
         lambda: torch.mm(x, y.double()),
     )
-    for call in calls:
-        with pytest.raises(RuntimeError) as info:
-            call()
-        errors.append(str(info.value))
+
+    def outcomes() -> tuple[list[Tensor], list[str]]:
+        errors = []
+        for call in wrong:
+            with pytest.raises(RuntimeError) as info:
+                call()
+            errors.append(str(info.value))
+        small = [x @ y, torch.addmm(y[0], x, y), torch.mm(x[:0], y), torch.mm(x[:, :0], y[:0])]
+        return [*small, *(b @ b for b in big)], errors
+
+    results, errors = outcomes()
     assert not used
     use_onednn(False)
-    expected = [x @ y, torch.addmm(y[0], x, y), torch.mm(x[:0], y), torch.mm(x[:, :0], y[:0]), *(b @ b for b in big)]
-    assert all(torch.equal(result, value) for result, value in zip(results, expected))
-    for call, error in zip(calls, errors):
-        with pytest.raises(RuntimeError) as info:
-            call()
-        assert str(info.value) == error
+    expected, messages = outcomes()
+    assert all(map(torch.equal, results, expected))
+    assert errors == messages
 
 
 def test_counters_transforms_and_exporters_see_the_same_operators(used):
