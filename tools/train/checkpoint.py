@@ -38,9 +38,8 @@ def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Te
         raise ConfigError(f"{argument} must be weights in safetensors, got {file}: {error}") from error
 
 
-def model_options(file: Path) -> dict[str, Any]:
-    """Return the keyword arguments of ``timm.create_model`` stored with the weights of a file, if any."""
-    metadata = read_weights(file)[1]
+def model_options(metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the keyword arguments of ``timm.create_model`` in the metadata of weights, if any."""
     if "model_args" not in metadata:
         return {}
     options = dict(json.loads(metadata["model_args"]), num_classes=len(json.loads(metadata["classes"])))
@@ -52,7 +51,7 @@ def model_options(file: Path) -> dict[str, Any]:
     return options
 
 
-def trained_size(file: Path, argument: str = "file") -> tuple[int, int] | None:
-    """Return the (H, W) of the images that the weights of a file were trained on, or None if it stores no size."""
-    size = json.loads(read_weights(file, argument)[1].get("input_size", "null"))
+def trained_size(metadata: dict[str, str]) -> tuple[int, int] | None:
+    """Return the (H, W) of the images that weights were trained on, or None if their metadata hold no size."""
+    size = json.loads(metadata.get("input_size", "null"))
     return None if size is None else (size[0], size[1])

@@ -87,8 +87,8 @@ def training_of(checkpoint: Path | None) -> Training:
     if checkpoint is None:
         return Training()
     if checkpoint.suffix == ".safetensors":
-        name = read_weights(checkpoint, "--checkpoint")[1].get("model")
-        return Training(name, model_options(checkpoint), trained_size(checkpoint))
+        metadata = read_weights(checkpoint, "--checkpoint")[1]
+        return Training(metadata.get("model"), model_options(metadata), trained_size(metadata))
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             content = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)
