@@ -92,3 +92,12 @@ def attend(
             weights = softmax(logits(b, head, t, keys))
             output[b, t, head] = sum(weight * value(b, head, t, s) for weight, s in zip(weights, keys))
     return module.out_proj(torch.from_numpy(output))
+
+
+def check_with_padding(module: Any, by_loops: Callable[..., Tensor]) -> None:
+    """Compare self-attention with its definition ``by_loops(module, x, hidden)``: one sample has padding, one none."""
+    x = torch.randn(2, 7, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    hidden = torch.tensor([[False] * 7, [True] * 2 + [False, True] + [False] * 3])
+    expected = by_loops(module, x, hidden)
+    torch.testing.assert_close(module(x, key_padding_mask=hidden), expected)
+    torch.testing.assert_close(module(x)[0], expected[0])

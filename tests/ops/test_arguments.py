@@ -40,22 +40,6 @@ def test_integers_are_below_two_to_the_31(operator, number):
         function(*arguments, **{**options, "dilation": number})
 
 
-@pytest.mark.parametrize("start", [2.0, [0], "3", torch.ones(2)])
-def test_start_is_an_int(start):
-    function, arguments, options = EXAMPLES["sequence_attention"]
-    with pytest.raises(TypeError, match=r"^start must be an int or None, got"):
-        function(*arguments, **options, start=start)
-    with pytest.raises(ValueError, match=r"start must be at least 0 and below 2\*\*31, got 2147483648"):
-        function(*arguments, **options, start=2**31)
-
-
-@pytest.mark.parametrize("causal", [None, 2, 1.0, "3", [True], torch.ones(2)])
-def test_causal_is_a_bool(causal):
-    function, arguments, options = EXAMPLES["sequence_attention"]
-    with pytest.raises(TypeError, match=r"^causal must be a bool, got"):
-        function(*arguments, **options, causal=causal)
-
-
 def test_the_message_names_what_does_not_fit_the_logits():
     """A wrong size shows up in another tensor; the message also names the tensor that sets the size."""
     value, logits = torch.zeros(2, 1, 4, 5, 3), torch.zeros(1, 3, 4, 5, 9)
@@ -125,7 +109,9 @@ WRONG: dict[str, list[tuple[dict, str]]] = {
         (dict(key_padding_mask=_z(2, 7)), "key_padding_mask must be a bool Tensor, True for padding, got"),
         (dict(key_padding_mask=[False]), "key_padding_mask must be a bool Tensor, True for padding, got list"),
         (dict(key_padding_mask=_z(2, 5).bool()), r"must have shape \(2, 7\)"),
-        (dict(start=-1), "start must be at least 0 and below 2"),
+        *((dict(start=n), rf"start must be at least 0 and below 2\*\*31, got {n}") for n in (-1, 2**31)),
+        *((dict(start=value), "^start must be an int or None, got") for value in (2.0, [0], "3", torch.ones(2))),
+        *((dict(causal=value), "^causal must be a bool, got") for value in (None, 2, 1.0, "3", [True], torch.ones(2))),
         (dict(query=_z(2, 3, 8, 4), causal=True, start=None, **NO_LOGITS), "takes the 8 queries of query as the last"),
         (dict(segment_ids=_z(2, 7)), r"segment_ids must be an int32 Tensor, got torch.float32"),
         (dict(segment_ids=[0, 1]), r"segment_ids must be an int32 Tensor, got list"),

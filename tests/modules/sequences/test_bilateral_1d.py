@@ -9,7 +9,7 @@ import torch
 
 from attn_plugins.modules import BilateralSelfAttention
 from tests.helpers.module_inputs import OUTSIDE, drawn
-from tests.modules.loops import attend, predicted_logits
+from tests.modules.loops import attend, check_with_padding, predicted_logits
 
 CHOICES = [*OUTSIDE, ("zero", "sqrt_embed_dim"), ("-inf", "sqrt_embed_dim")]
 KERNELS = [(3, False), (21, False), (1, True), (4, True), (11, True)]
@@ -20,13 +20,8 @@ def build(**options) -> BilateralSelfAttention:
     return drawn(BilateralSelfAttention(6, 3, dtype=torch.float64, **{"kernel_size": 3, **options}))
 
 
-def tokens() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 7, 6, dtype=torch.float64)
-
-
 @torch.no_grad()
-def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
+def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     (B, T, C), M, k = x.shape, module.num_heads, module.kernel_size
     q, key, v, f = (layer(x).numpy() for layer in (module.q_proj, module.k_proj, module.v_proj, module.position))
     width = C if module.smoothing == "sqrt_embed_dim" else C // M
@@ -43,11 +38,7 @@ def by_loops(module: BilateralSelfAttention, x: torch.Tensor, hidden=None) -> to
 
 @pytest.mark.parametrize(("outside", "smoothing", "kernel_size", "causal"), CASES)
 def test_equals_the_formula(outside, smoothing, kernel_size, causal):
-    module, x = build(kernel_size=kernel_size, causal=causal, outside=outside, smoothing=smoothing), tokens()
-    hidden = torch.tensor([[False] * 7, [True] * 2 + [False, True] + [False] * 3])
-    expected = by_loops(module, x, hidden)
-    torch.testing.assert_close(module(x, key_padding_mask=hidden), expected)
-    torch.testing.assert_close(module(x)[0], expected[0])
+    check_with_padding(build(kernel_size=kernel_size, causal=causal, outside=outside, smoothing=smoothing), by_loops)
 
 
 def test_the_papers_kernel_sizes():

@@ -10,20 +10,15 @@ from torch.nn import functional as F
 
 from attn_plugins.modules import RelativeSelfAttention
 from tests.helpers.module_inputs import drawn
-from tests.modules.loops import attend
+from tests.modules.loops import attend, check_with_padding
 
 
 def build(**options) -> RelativeSelfAttention:
     return drawn(RelativeSelfAttention(6, 3, dtype=torch.float64, **{"max_distance": 2, **options}))
 
 
-def tokens() -> torch.Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, 7, 6, dtype=torch.float64)
-
-
 @torch.no_grad()
-def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> torch.Tensor:
+def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     B, T, C = x.shape
     d, k = C // module.num_heads, module.max_distance
     q, key, v = (layer(x).numpy() for layer in (module.q_proj, module.k_proj, module.v_proj))
@@ -46,16 +41,13 @@ def by_loops(module: RelativeSelfAttention, x: torch.Tensor, hidden=None) -> tor
     ("max_distance", "values", "per_head"), [(1, True, False), (2, True, True), (6, False, True), (16, False, False)]
 )
 def test_equals_the_formula(max_distance, values, per_head, causal):
-    module, x = build(max_distance=max_distance, causal=causal, values=values, per_head=per_head), tokens()
+    module = build(max_distance=max_distance, causal=causal, values=values, per_head=per_head)
     assert module.key_table.shape == (3 if per_head else 1, max_distance + 1 if causal else 2 * max_distance + 1, 2)
-    hidden = torch.tensor([[False] * 7, [True] * 2 + [False, True] + [False] * 3])
-    expected = by_loops(module, x, hidden)
-    torch.testing.assert_close(module(x, key_padding_mask=hidden), expected)
-    torch.testing.assert_close(module(x)[0], expected[0])
+    check_with_padding(module, by_loops)
 
 
 def test_dropout_is_of_the_weights_of_both_values():
-    module, x = build(dropout=0.4), tokens()
+    module, x = build(dropout=0.4), torch.randn(2, 7, 6, dtype=torch.float64)
     torch.manual_seed(3)
     output = module(x)
     torch.manual_seed(3)
