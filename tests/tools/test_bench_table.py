@@ -43,14 +43,14 @@ def test_rows_of_the_gpu(tmp_path, edited):
     assert "Not measured yet in this way: `gpu-h200`." in table.generate(tmp_path, "gpu")
 
 
-def test_losses_noise_and_dates_show(tmp_path, edited):
+def test_losses_noise_dates_and_machines_show(tmp_path, edited):
     def lose(data):
-        data["machine"]["date"] = "2020-01-01"
+        data["machine"] |= dict(date="2020-01-01", torch="3.0")
         data["rows"][0] |= dict(ratio=0.934, noisy=True)
 
     edited("criss_cross-cpu", lose)
     text = table.generate(tmp_path, "all")
-    assert all(words in text for words in (", 0.93×† |", "† noisy", ", 2020-01-01 to 20"))
+    assert all(words in text for words in (", 0.93×† |", "† noisy", "torch 3.0, 2020-01-01 to 20"))
 
 
 def test_missing_measurements_are_reported(tmp_path, edited, capsys):
@@ -66,6 +66,10 @@ def test_missing_measurements_are_reported(tmp_path, edited, capsys):
     page.write_text(f"{BEGIN}\n{END}\n")
     assert table.main(["--pages", str(page), "--benchmarks", str(tmp_path)]) == 1
     assert "criss_cross-cpu.json has no row 'module, " in capsys.readouterr().err
+    assert table.main(["--pages", str(tmp_path / "none.md")]) == 1
+    assert "none.md: [Errno 2]" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # or every table would become empty
+        table.main(["--pages", str(page), "--benchmarks", str(tmp_path / "none")])
 
 
 def test_only_what_is_between_the_markers_is_written(tmp_path):

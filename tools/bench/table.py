@@ -209,7 +209,8 @@ def reading(rows: Rows, entries: Sequence[Entry]) -> Iterator[str]:
         machines = [file["machine"] for file in files if file is not None]
         dates = [machine["date"] for machine in machines]
         when = " to ".join(dict.fromkeys((min(dates), max(dates))))
-        yield f"Best times of ours, float32 ({machines[0]['cpu']}, torch {machines[0]['torch']}, {when})."
+        where = "; ".join(dict.fromkeys(f"{machine['cpu']}, torch {machine['torch']}" for machine in machines))
+        yield f"Best times of ours, float32 ({where}, {when})."
         yield from READING
         if any(row["noisy"] or row["loaded"] for row in shown):
             yield "† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."
@@ -271,6 +272,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pages", nargs="+", type=Path, default=PAGES, help="default: README's and the site's")
     parser.add_argument("--benchmarks", type=Path, default=results.FOLDER, help="the folder of JSON files")
     options = parser.parse_args(arguments)
+    if not options.benchmarks.is_dir():
+        parser.error(f"--benchmarks must be a folder, got {options.benchmarks}")
     status = 0
     pages: dict[Path, Callable[[], str]] = {
         page: lambda page=page: filled(page.read_text(encoding="utf-8"), options.benchmarks) for page in options.pages
@@ -282,7 +285,7 @@ def main(arguments: list[str] | None = None) -> int:
     for page, write in pages.items():
         try:
             after = write()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             print(f"bench: {page}: {error}", file=sys.stderr)
             status = 1
             continue
