@@ -163,6 +163,9 @@ def test_batches(folder):
             assert attributes[1] == "a"  # less probable
             assert attributes[0] in batch["references"][row][0]
         assert batch["ntokens"] == int((batch["target"] != pad).sum())
+    fewest = task_of(folder, max_attributes=1)
+    fewest.load_dataset("valid")
+    assert [fewest.dictionary[i] for i in fewest.dataset("valid")[0]["attributes"]] == ["bus"]  # image 104
     assert widths == sorted(widths)
     assert len({len(row) for row in (batch["target"] for batch in batches)}) <= 2
 
