@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
 from collections.abc import Iterator
-from functools import partial
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from attn_plugins import modules
 from attn_plugins.modules.common import checks
-from attn_plugins.modules.maps.non_local_block import Mode
 from tests.helpers.cuda_checks import floating, moved
 from tests.helpers.module_inputs import drawn, inputs
 from tests.helpers.public_modules import MODULES, VARIANTS
@@ -91,14 +86,17 @@ def test_dynamic_quantisation(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_hooks_and_offloading(name):
-    """Every child is called. With Accelerate's ``cpu_offload``, it has its weights only while it is."""
+    """Every child is called, on maps once. With Accelerate's ``cpu_offload``, it has its weights only while it is."""
     module = made(name)
     expected = called(module, name)
-    silent = {n for n, m in module.named_modules() if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict))}
-    for child in sorted(silent):
-        module.get_submodule(child).register_forward_hook(lambda *_, child=child: silent.discard(child))
+    calls = {n: 0 for n, m in module.named_modules() if n and not isinstance(m, (nn.ModuleList, nn.ModuleDict))}
+    for child in calls:
+        module.get_submodule(child).register_forward_hook(
+            lambda *_, child=child: calls.update({child: calls[child] + 1})
+        )
     torch.testing.assert_close(called(module, name), expected)
-    assert not silent
+    assert all(calls.values())
+    assert set(calls.values()) <= {1} or not name.split(",")[0].endswith("2d"), calls
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in offloaded.parameters())
@@ -137,47 +135,3 @@ def test_sharded_projections(name, mesh):
     for _, _, child in list(projections(module)):
         torch.distributed.fsdp.fully_shard(child, mesh=mesh)
     torch.testing.assert_close(called(module, name), expected)
-
-
-# --- mmcv's layers ----------------------------------------------------------------------------------------------------
-
-OURS = {
-    "GeneralizedAttention": partial(modules.GeneralizedAttention2d.mmcv_compatible, 16, num_heads=2),
-    "NonLocal2d": partial(modules.NonLocal2d, 16),
-    "CrissCrossAttention": partial(modules.CrissCrossAttention2d, 16),
-}
-
-
-@pytest.mark.parametrize(
-    ("layer", "options"),
-    [
-        *(("GeneralizedAttention", dict(attention_type=bits)) for bits in ("1111", "1010", "0001", "0011")),
-        *(("NonLocal2d", dict(mode=mode)) for mode in get_args(Mode)),
-        ("NonLocal2d", dict(mode="embedded_gaussian", sub_sample=True)),
-        ("CrissCrossAttention", {}),
-    ],
-)
-def test_adapted_and_observed_as_in_mmcv(layer, options):
-    """Every projection is called as often as in mmcv's layer, and with adapters the results are mmcv's."""
-    bricks = pytest.importorskip("mmcv.cnn.bricks", reason="mmcv is not installed")
-    ops = pytest.importorskip("mmcv.ops", reason="mmcv is not installed")
-    sizes = dict(num_heads=2) if layer == "GeneralizedAttention" else {}
-    stock = drawn((getattr(bricks, layer, None) or getattr(ops, layer))(16, **sizes, **options), 0.3).eval()
-    ours = OURS[layer](**options).eval()
-    ours.load_state_dict(stock.state_dict())
-    x = torch.randn(2, 16, 6, 6)
-    calls: list[Counter[str]] = []
-    results = []
-    for module in (stock, ours):
-        calls.append(Counter())
-        for path, projection in [(n, m) for n, m in module.named_modules() if isinstance(m, PROJECTIONS)]:
-            parent, _, child = path.rpartition(".")
-            name = path.split(".")[0]  # mmcv has g.0.conv where we have g
-            adapter = Adapted(projection)
-            nn.init.constant_(adapter.added.weight, len(name) / 50)
-            adapter.register_forward_hook(lambda *_, name=name, count=calls[-1]: count.update([name]))
-            setattr(module.get_submodule(parent), child, adapter)
-        results.append(module(x))
-    torch.testing.assert_close(*results)
-    assert calls[0] == calls[1]
-    assert all(count == 1 for count in calls[0].values())

@@ -291,13 +291,6 @@ def kind_of(parameter: Tensor) -> tuple[float, float]:
     return parameter.float().mean().item(), parameter.float().std(correction=0).item()
 
 
-def test_what_owns_parameters_draws_them():
-    for name, make in VARIANTS.items():
-        for module in make().modules():
-            if list(module.parameters(recurse=False)):
-                assert callable(getattr(module, "reset_parameters", None)), (name, type(module))
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_reset_from_the_children_on_draws_what_the_constructor_does(name):
     torch.manual_seed(3)
@@ -363,15 +356,6 @@ def test_the_start_is_the_identity_or_a_convolution_also_after_a_reset_in_any_or
         for part in parts:
             reset(part)
         torch.testing.assert_close(module(x), start(), rtol=0, atol=0 if name in UNCHANGING else 1e-6)
-
-
-def test_made_without_memory_and_then_drawn():
-    for name, make in VARIANTS.items():
-        module = make(device="meta").to_empty(device="cpu")
-        spoil(module)
-        module.apply(reset)
-        assert all(tensor.isfinite().all() for tensor in module.state_dict().values()), name
-        assert not any((parameter == 7).any() for parameter in module.parameters()), name
 
 
 # --- device and dtype -------------------------------------------------------------------------------------------------

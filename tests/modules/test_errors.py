@@ -52,7 +52,11 @@ SIZE = r"'relative' needs input_size=\(H, W\)"
 SOURCES = "sources must be one name or more, each once"
 SIDES = r"input_size must be an int or two ints, each at least 1, got"
 BILATERAL = ("BilateralCrissCross2d", "BilateralNonLocal2d")
+HEADS = ("BilateralSelfAttention", "EntangledAttention", "MultiheadAttention", "MultiheadSpatialAttention",
+         "RelativeSelfAttention", "SpaceTimeSelfAttention", "SpatialSelfAttention", "WindowSelfAttention")  # fmt: skip
 UNFIT: list[tuple[str, dict[str, Any], str]] = [
+    *((name, dict(embed_dim=7), "num_heads must divide embed_dim = 7, got 2") for name in HEADS),
+    ("MultiScaleDeformableAttention", dict(embed_dims=7), "num_heads must divide embed_dim = 7, got 2"),
     *((name, dict(kernel_size=4), CENTRE) for name in (*BILATERAL, "DynamicConv2d", "LocalBilateralConv2d")),
     *((name, dict(kernel_size=4), ODD) for name in ("BilateralSelfAttention", "DynamicConv1d")),
     *((name, dict(outside="-inf"), INFINITE) for name in BILATERAL),
@@ -184,14 +188,3 @@ def test_a_wrong_further_input_is_named(name):
             args, kwargs = pytree.tree_unflatten([*leaves[:place], value, *leaves[place + 1 :]], structure)
             with pytest.raises(error, match=f"^{message}"):
                 module(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [modules.BilateralSelfAttention, modules.MultiheadAttention, modules.MultiheadSpatialAttention,
-     modules.RelativeSelfAttention, modules.SpaceTimeSelfAttention, modules.SpatialSelfAttention,
-     modules.WindowSelfAttention, modules.EntangledAttention, modules.MultiScaleDeformableAttention],
-)  # fmt: skip
-def test_heads_divide_the_width(build):
-    with pytest.raises(ValueError, match="num_heads must divide embed_dim = 7, got 2"):
-        build(7, 2)

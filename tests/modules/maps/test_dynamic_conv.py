@@ -70,15 +70,3 @@ def test_a_sequence_is_convolved_as_in_fairseq(causal):
         expected[:, t, c] += weights[:, t, c // (C // G), k] * padded[:, t + k, c]
     output, kept = module(x, key_padding_mask=mask).transpose(1, 2), mask.logical_not()
     torch.testing.assert_close(output[kept], module.output(expected)[kept])
-
-
-def test_fairseqs_own_module_agrees():
-    fairseq = pytest.importorskip("fairseq.modules.dynamic_convolution", reason="fairseq is not installed")
-    torch.manual_seed(0)
-    theirs = fairseq.DynamicConv1dTBC(8, 5, padding_l=2, num_heads=4, weight_softmax=True, bias=False).double()
-    ours = DynamicConv1d(8, 5, 4).double()
-    ours.kernel.load_state_dict(theirs.weight_linear.state_dict())
-    x = torch.randn(2, 8, 7, dtype=torch.float64)
-    v = nn.functional.glu(ours.input(x.transpose(1, 2)), -1)
-    expected = ours.output(theirs(v.transpose(0, 1).contiguous()).transpose(0, 1)).transpose(1, 2)
-    torch.testing.assert_close(ours(x), expected)

@@ -8,6 +8,7 @@ from torch import nn
 
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from attn_plugins.modules.maps.joined import project
+from tests.helpers.module_inputs import drawn
 
 CALLS = {"plain": 0, "hook": 3, "global hook": 3, "norm": 3, "subclass": 3}
 
@@ -16,29 +17,8 @@ class Conv(nn.Conv2d):
     """A convolution of another package."""
 
 
-def built(attention_type: str) -> tuple[GeneralizedAttention2d, torch.Tensor]:
-    torch.manual_seed(0)
-    module = GeneralizedAttention2d(8, 2, attention_type, dtype=torch.float64)
-    nn.init.ones_(module.gamma)
-    return module, torch.randn(2, 8, 5, 4, dtype=torch.float64, requires_grad=True)
-
-
-@pytest.mark.parametrize("attention_type", ["1111", "0010", "0110", "1000", "0001"])
-def test_joined_and_separate_projections_agree(attention_type):
-    module, x = built(attention_type)
-    results = []
-    for observed in (False, True):
-        handle = module.value_conv.register_forward_hook(lambda *args: None) if observed else None
-        output = module(x)
-        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *module.parameters()])))
-        if handle:
-            handle.remove()
-    torch.testing.assert_close(*results)
-
-
 def test_autocast_casts_the_joined_weights():
-    module, x = built("0010")
-    module, x = module.float(), x.detach().float()
+    module, x = drawn(GeneralizedAttention2d(8, 2, "0010")), torch.randn(2, 8, 5, 4)
     with torch.autocast("cpu", torch.bfloat16):
         output = module(x)
     assert output.dtype == torch.float32

@@ -77,18 +77,6 @@ def test_means_of_pixels_equal_projected_pixels(options, shape, other, layout, c
     torch.testing.assert_close(second, expected)
 
 
-def test_gradients_with_a_graph_of_a_layer_that_is_called_twice():
-    module, x = built(), drawn_map(2, 8, 5, 4)
-    orders = []
-    for layer in (module, projected(module)):
-        leaves, total = [*layer.parameters()], layer(layer(x)).square().sum()
-        for _ in range(3):
-            grads = torch.autograd.grad(total, leaves, create_graph=True)
-            total = sum(g.square().sum() for g in grads)
-            orders.append(grads)
-    torch.testing.assert_close(orders[:3], orders[3:])
-
-
 def test_the_gradient_of_a_map_has_its_format():
     module = built(dtype=torch.float32)
     for layout in (torch.contiguous_format, torch.channels_last):
@@ -99,15 +87,11 @@ def test_the_gradient_of_a_map_has_its_format():
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_stacks_of_gradients_and_transforms():
+def test_stacks_of_gradients_and_forward_mode():
     module, x = built(), drawn_map(1, 8, 2, 3)
     jacobian = torch.autograd.functional.jacobian(projected(module), x)
-    for way in (torch.func.jacrev, torch.func.jacfwd):
-        torch.testing.assert_close(way(module)(x), jacobian)
-    for vectorize in (False, True):
-        torch.testing.assert_close(torch.autograd.functional.jacobian(module, x, vectorize=vectorize), jacobian)
-    maps = drawn_map(3, 1, 8, 2, 3)
-    torch.testing.assert_close(torch.vmap(module)(maps), module(maps.flatten(0, 1)).unsqueeze(1))
+    torch.testing.assert_close(torch.func.jacfwd(module)(x), jacobian)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(module, x, vectorize=True), jacobian)
 
 
 @pytest.mark.parametrize("frozen", ["map", "parameters"])

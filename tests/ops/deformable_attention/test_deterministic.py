@@ -20,16 +20,20 @@ from tests.ops.test_contract import example, forced, results
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-ALL = (True, True, True)
 
 
 def in_dtype(terms, dtype):
     return terms.value.to(dtype), terms.locations.float(), terms.weights.float()
 
 
-def gradients(terms, options, grad_output):
+def by_kernel(kernel, terms, options, grad_output, dtype=torch.float32):
+    return kernel(grad_output.to(dtype), *in_dtype(terms, dtype), *options, True, True, True)
+
+
+def by_definition(terms, options, grad_output):
+    """Return the gradient of the value."""
     leaves = Terms(*(t.clone().requires_grad_() for t in terms))
-    return torch.autograd.grad(reference(leaves, options), leaves, grad_output)
+    return torch.autograd.grad(reference(leaves, options), leaves, grad_output)[0]
 
 
 def exact_problem(queries=24, shapes=((8, 4), (2, 2)), K=4, d=8, heads=2):
@@ -47,11 +51,9 @@ def exact_problem(queries=24, shapes=((8, 4), (2, 2)), K=4, d=8, heads=2):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_sum_is_exact_where_its_terms_are(emulated, dtype):
     """It is rounded once, so it equals the exact sum in the value's dtype, bit for bit."""
-    terms, options, grad_output = exact_problem()
-    given = in_dtype(terms, dtype)
-    result, *_ = emulated.deformable_attention_deterministic_backward(grad_output.to(dtype), *given, *options, *ALL)
-    expected = gradients(terms, options, grad_output)[0].float()
-    assert torch.equal(result, expected.to(dtype))
+    problem = exact_problem()
+    result, *_ = by_kernel(emulated.deformable_attention_deterministic_backward, *problem, dtype)
+    assert torch.equal(result, by_definition(*problem).float().to(dtype))
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-100, 2.0**70])
@@ -62,10 +64,8 @@ def test_error_bound(emulated, term, scale):
     outlier = terms.weights if term == "weights" else grad_output
     outlier *= scale
     outlier[0, 0, 0] *= 2.0**40
-    expected = gradients(terms, options, grad_output)[0]
-    computed, *_ = emulated.deformable_attention_deterministic_backward(
-        grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL
-    )
+    expected = by_definition(terms, options, grad_output)
+    computed, *_ = by_kernel(emulated.deformable_attention_deterministic_backward, terms, options, grad_output)
     samples = terms.weights.shape[1] * max(options.points)
     exponents = sum(math.frexp(factor.abs().max())[1] for factor in (terms.weights, grad_output))  # i + j
     unit = 2.0 ** (exponents - 59 + samples.bit_length())
@@ -100,9 +100,9 @@ def test_numbers_that_are_not_finite_come_out(emulated, d, spoilt):
     if spoilt != "weights":
         grad_output[0, 1::9, 3] = bad
         grad_output[0, ::5, 1] = math.inf
-    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
-    results = emulated.deformable_attention_deterministic_backward(*arguments)
-    for result, expected in zip(results, emulated.deformable_attention_backward(*arguments)):
+    problem = terms, options, grad_output
+    results = by_kernel(emulated.deformable_attention_deterministic_backward, *problem)
+    for result, expected in zip(results, by_kernel(emulated.deformable_attention_backward, *problem)):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     assert results[0].isfinite().any()
     assert not results[0].isfinite().all()
@@ -117,9 +117,8 @@ def test_the_largest_sum(emulated, sign):
     terms, options, grad_output = exact_problem(queries=255, shapes=((1, 1),), K=1, d=4, heads=1)
     terms = terms._replace(locations=torch.full_like(terms.locations, 0.5), weights=terms.weights * 0 + 1 - 2.0**-10)
     grad_output = torch.full_like(grad_output, sign * (1 - 2.0**-8))
-    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
-    computed = emulated.deformable_attention_deterministic_backward(*arguments)[0]
-    assert torch.equal(computed, gradients(terms, options, grad_output)[0].float())
+    computed, *_ = by_kernel(emulated.deformable_attention_deterministic_backward, terms, options, grad_output)
+    assert torch.equal(computed, by_definition(terms, options, grad_output).float())
 
 
 @pytest.mark.parametrize("filled", [0.0, 1.0])
@@ -128,14 +127,14 @@ def test_nothing_to_add(emulated, filled):
     terms, options, grad_output = exact_problem()
     terms = terms._replace(weights=torch.full_like(terms.weights, filled))
     grad_output = torch.full_like(grad_output, 1 - filled)
-    arguments = (grad_output.float(), *in_dtype(terms, torch.float32), *options, *ALL)
-    assert not emulated.deformable_attention_deterministic_backward(*arguments)[0].any()
+    computed, *_ = by_kernel(emulated.deformable_attention_deterministic_backward, terms, options, grad_output)
+    assert not computed.any()
 
 
 def test_float64_is_refused(emulated):
     terms, options, grad_output = exact_problem()
     with pytest.raises(RuntimeError, match="takes no float64"):
-        emulated.deformable_attention_deterministic_backward(grad_output, *terms, *options, *ALL)
+        emulated.deformable_attention_deterministic_backward(grad_output, *terms, *options, True, True, True)
 
 
 def test_the_mode_refuses_float64_alone(monkeypatch):
