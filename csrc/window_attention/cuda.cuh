@@ -298,10 +298,12 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     g.grad_position_logits = maps<T>(grad_position_logits);
     const Tensor stats = empty_like_options(log_sum_exp, {log_sum_exp.numel(), 4});
     g.stats = static_cast<float*>(stats.data_ptr()), g.peaks = g.stats + 2 * log_sum_exp.numel();
+    const bool keys_wanted = g.grad_key.data || g.grad_value.data;
     if (!fast_kernels_fit(g)) {
       launch_general(g, log_sum_exp.numel(), [](auto width) {
         return window_query_gradient_general_kernel<T, decltype(width)::value>;
       });
+      if (!keys_wanted) return;
       return launch_general(g, g.B * g.M * g.y.keys * g.x.keys, [](auto width) {
         return window_key_gradient_general_kernel<T, decltype(width)::value>;
       });
@@ -311,7 +313,6 @@ void window_attention_backward(Tensor grad_output, std::optional<Tensor> query, 
     // Their kernel also mends the statistics, of which half values' gradients take the log-sum-exp alone.
     const bool queries_wanted =
         p.grad_query.data || p.grad_position_logits.data || p.grad_key.data || std::is_same_v<T, float>;
-    const bool keys_wanted = p.grad_key.data || p.grad_value.data;
     for_team(a, [&](auto team, auto wide) {
       using Chosen = typename decltype(team)::type;
       constexpr int kQueries = decltype(wide)::value ? 1 : kBackwardQueries;
