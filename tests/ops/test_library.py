@@ -72,12 +72,8 @@ def test_what_serves_instead_is_logged_once(gpus, caplog):
 
 
 def test_every_gpu_is_asked_for_itself(gpus):
-    assert [library.has_kernel(device) for device in (torch.device("cuda", 1), "cuda:1", "cuda:0", "cuda")] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    there = map(library.has_kernel, (torch.device("cuda", 1), "cuda:1", "cuda:0", "cuda"))
+    assert list(there) == [True, True, False, False]
     assert library.refusal("cuda:1", "cuda") is None
     assert gpus == [1, 0]
     assert library.refusal("cuda:1", "cpu") == "its kernels are for cpu, but the tensors are on cuda"

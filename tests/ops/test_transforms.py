@@ -9,7 +9,7 @@ from torch import Tensor
 from attn_plugins import ops
 from tests.helpers.operator_checks import relative_error
 from tests.ops.contract_examples import EXAMPLES, OPERATORS
-from tests.ops.test_contract import Calls
+from tests.ops.test_contract import Calls, example
 
 every_example = pytest.mark.parametrize("name", EXAMPLES)
 every_operator = pytest.mark.parametrize("name", OPERATORS)
@@ -19,7 +19,7 @@ class Call:
     """An example in float64 as functions of its floating-point tensors."""
 
     def __init__(self, name: str, size="small"):
-        some = EXAMPLES[name](size).to("cpu", torch.float64)
+        some = example(name, size, dtype=torch.float64)
         names = list(some.floats())
         self.floats = tuple(some.floats().values())
         self.numbers = tuple(range(len(names)))

@@ -72,20 +72,15 @@ def test_resizing(old, new):
 
 
 def test_errors():
+    zeros = torch.zeros
     for call, message in (
-        (
-            lambda: table_logits(torch.zeros(9, 2), (3, 2)),
-            r"table must have shape \(15, M\) for a window of 3 × 2, got",
-        ),
-        (
-            lambda: table_logits(torch.zeros(15, 2), (3, 2), cls_token=True),
-            r"\(18, M\) for a window .* and a cls token",
-        ),
-        (lambda: table_logits(torch.zeros(15), (3, 2)), r"table must have shape \(15, M\).*got \(15,\)"),
-        (lambda: table_logits(torch.zeros(15, 2), 3), "size must be two ints, rows and columns.*got 3"),
-        (lambda: tap_logits(torch.zeros(18, 2), (3, 2), (3, 3)), r"table must have shape \(15, M\)"),
-        (lambda: resize_position_table(torch.zeros(15, 2), (3, 2), (0, 2)), "new_size must be two ints"),
-        (lambda: resize_position_table(torch.zeros(14, 2), (3, 2), (3, 3)), "table must have shape"),
+        (lambda: table_logits(zeros(9, 2), (3, 2)), r"table must have shape \(15, M\) for a window of 3 × 2, got"),
+        (lambda: table_logits(zeros(15, 2), (3, 2), cls_token=True), r"\(18, M\) for a window .* and a cls token"),
+        (lambda: table_logits(zeros(15), (3, 2)), r"table must have shape \(15, M\).*got \(15,\)"),
+        (lambda: table_logits(zeros(15, 2), 3), "size must be two ints, rows and columns.*got 3"),
+        (lambda: tap_logits(zeros(18, 2), (3, 2), (3, 3)), r"table must have shape \(15, M\)"),
+        (lambda: resize_position_table(zeros(15, 2), (3, 2), (0, 2)), "new_size must be two ints"),
+        (lambda: resize_position_table(zeros(14, 2), (3, 2), (3, 3)), "table must have shape"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

@@ -56,9 +56,7 @@ def by_loops(module: MultiheadSpatialAttention, query, key=None, value=None, pad
         at_query, at_key = (None if x is None else x[b, i, head] for x, i in ((q, t), (k, s)))
         return module.scale * zhu_logit(module.attention_type, at_query, at_key, u, v, R)
 
-    def logits(b, head, t, keys):
-        return [logit(b, head, t, s) for s in keys]
-
+    logits = lambda b, head, t, keys: [logit(b, head, t, s) for s in keys]  # noqa: E731
     return attend(module, (B, T, S), logits, lambda b, head, t, s: values[b, s, head], padding)
 
 

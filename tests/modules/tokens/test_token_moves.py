@@ -31,10 +31,8 @@ def test_torch_func_and_batched_gradients(name):
     def loss(x):
         return moved(x).pow(3).sum()
 
-    jacobian, hessian = (
-        torch.autograd.functional.jacobian(moved, tokens),
-        torch.autograd.functional.hessian(loss, tokens),
-    )
+    jacobian = torch.autograd.functional.jacobian(moved, tokens)
+    hessian = torch.autograd.functional.hessian(loss, tokens)
     torch.testing.assert_close(torch.func.jacrev(moved)(tokens), jacobian)
     torch.testing.assert_close(torch.func.hessian(loss)(tokens), hessian)
     torch.testing.assert_close(torch.autograd.functional.jacobian(moved, tokens, vectorize=True), jacobian)

@@ -163,11 +163,8 @@ def test_1d_equals_plain_loops(geometry: tuple, masked: bool) -> None:
     B, C, L, C_out, K, stride, padding, dilation, groups, D = geometry
     L_out = (L + 2 * padding - dilation * (K - 1) - 1) // stride + 1
     torch.manual_seed(0)
-    input, weight, bias = (
-        torch.randn(B, C, L).double(),
-        torch.randn(C_out, C // groups, K).double(),
-        torch.randn(C_out).double(),
-    )
+    shapes = (B, C, L), (C_out, C // groups, K), (C_out,)
+    input, weight, bias = (torch.randn(shape).double() for shape in shapes)
     offset = 2 * torch.randn(B, D * K, L_out).double()
     mask = torch.rand(B, D * K, L_out).double() if masked else None
     expected = torch.zeros(B, C_out, L_out).double()
@@ -177,9 +174,7 @@ def test_1d_equals_plain_loops(geometry: tuple, masked: bool) -> None:
             c = o // (C_out // groups) * (C // groups) + i
             tap = c // (C // D) * K + k
             x = t * stride - padding + k * dilation + float(offset[b, tap, t])
-            sample = sum(
-                max(0.0, 1 - abs(x - p)) * float(input[b, c, p]) for p in range(L)
-            )  # Equation 4's g(a, b) = max(0, 1 - |a - b|)
+            sample = sum(max(0.0, 1 - abs(x - p)) * float(input[b, c, p]) for p in range(L))  # g of Equation 4
             total += float(weight[o, i, k]) * sample * (float(mask[b, tap, t]) if masked else 1)
         expected[b, o, t] = total
     output = deform_conv1d(input, offset, weight, bias, stride, padding, dilation, mask)

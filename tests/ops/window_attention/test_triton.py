@@ -52,10 +52,8 @@ def test_refusals():
     with backend("triton"):
         assert refuses(terms, options) is None
         assert refuses(Terms(*(t.double() for t in terms)), options) == "its kernels take no float64"
-        assert (
-            refuses(terms._replace(value=randn(1, 2, 3, 4, 600)), options)
-            == "its kernels take heads of up to 512 channels, got 600"
-        )
+        words = "its kernels take heads of up to 512 channels, got 600"
+        assert refuses(terms._replace(value=randn(1, 2, 3, 4, 600)), options) == words
         far = options._replace(padding=(2**31 - 1, 1))
         assert "an image or the reach of a window has 2147483" in refuses(terms, far)
         many = terms._replace(value=terms.value[:, :, :1, :1].expand(1, 2, 2**15, 2**16, 3))
