@@ -78,7 +78,7 @@ def test_step_by_step_equals_the_full_pass_after_reorders(setting):
     """The batch size changes as sentences end. No position sees the future, in a full pass of more words either."""
     model = build_trained(setting)
     sample = batch(model, T=6)
-    reorders = {2: torch.tensor([2, 0, 0, 1]), 4: torch.tensor([3, 1])}
+    reorders = {1: torch.tensor([2, 0, 1]), 2: torch.tensor([2, 0, 0, 1]), 4: torch.tensor([3, 1])}
     steps, previous, memory = step_by_step(model, sample, reorders)
     output, extra = model.decoder(previous, memory)
     assert output.std() > 0.05
@@ -186,6 +186,9 @@ def test_alignment_is_computed_where_it_is_asked_for(monkeypatch):
     mask = model.encoder(sample["src_tokens"])["encoder_padding_mask"][0]
     every_head = maps(first, inputs["query"], inputs["key"], key_padding_mask=mask)
     torch.testing.assert_close(one_head.float(), every_head[:, 0].float())
+    query, key = (inputs[name].transpose(0, 1) for name in ("query", "key"))
+    mean = model.decoder.layers[0].encoder_attn(query, key, key_padding_mask=mask, need_weights=True)[1]
+    torch.testing.assert_close(mean, every_head.mean(1))
     calls.clear()
     model.make_generation_fast_(need_attn=False)
     assert model(**sample)[1]["attn"] is None
