@@ -212,7 +212,8 @@ class Grids:
         if torch.compiler.is_compiling():
             self._compiled[H * W] = (H, W)
             return
-        seen = {**self.seen, H * W: (H, W)}  # not changed in place: inputs of earlier layers keep theirs
+        tokens = int(H * W)  # H and W are tensors in torch.jit.trace, which FLOP counters run
+        seen = {**self.seen, tokens: (H, W)}  # not changed in place: inputs of earlier layers keep theirs
         if self._calls.running:
             self._calls.running[-1] = seen
         else:  # a method of the model, such as ``loss``, was called instead of the model

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
+from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config
 from torch import nn
 
@@ -111,6 +113,19 @@ def test_a_copy_keeps_its_own_grids():
     (first, *rest) = exchanged(twin).values()
     assert all(layer._grids is first._grids for layer in rest)
     assert first._grids is not next(iter(exchanged(model).values()))._grids
+
+
+@pytest.mark.parametrize(("attention_type", "options"), [("1111", dict()), ("1000", dict(kernel_size=3))])
+def test_a_traced_model_finds_its_maps(attention_type, options):
+    """As ``get_flops.py`` of mmdet traces it: sizes of maps are tensors then."""
+    sample = DetDataSample(metainfo=dict(batch_input_shape=SIZE, img_shape=SIZE))
+    counts = []
+    for attention in (ours(attention_type, **options), None):
+        model = build(attention).eval()
+        model.forward = partial(model.forward, data_samples=[sample])
+        pictures = (torch.rand(1, 3, *SIZE),)
+        counts.append(get_model_complexity_info(model, inputs=pictures, show_table=False, show_arch=False)["flops"])
+    assert counts[0] > counts[1] + 2 * 12 * 256  # position logits of 12 cells in two layers
 
 
 def test_queries_without_places_take_the_content_terms():
