@@ -63,6 +63,8 @@ def refuses(terms: Terms, options: Options) -> str | None:
         return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
     if value.dtype == torch.float64:
         return "CUDA's fused attention does not support float64"
+    if max(value.shape[:2]) > flash.MOST:
+        return f"CUDA's fused attention takes up to {flash.MOST} images and heads, got shape {tuple(value.shape)}"
     folded = max(width(terms), value.shape[-1])
     return None if folded <= WIDEST else f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
 

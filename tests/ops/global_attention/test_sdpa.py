@@ -89,6 +89,16 @@ def test_folding_calls_what_cuda_offers():
 
 
 @without_cuda
+def test_more_images_than_a_grid_has_are_refused():
+    """PyTorch's kernel raises "invalid configuration argument"."""
+    with FakeTensorMode():
+        many = torch.empty(65536, 1, 2, 2, 8, device="cuda")
+        terms = Terms(None, None, many, many[..., :2], None, None)
+        assert "up to 65535 images and heads" in folding.refuses(terms, SCALE)
+        assert folding.refuses(Terms(*(None if t is None else t[1:] for t in terms)), SCALE) is None
+
+
+@without_cuda
 @pytest.mark.parametrize("layout", ["heads outermost", "heads innermost", "crop"])
 @pytest.mark.parametrize("cudnn", [False, True])
 def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, monkeypatch):
