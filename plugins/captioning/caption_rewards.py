@@ -232,8 +232,7 @@ class CiderD:
         references = [(row, sentence) for image, row in rows.items() for sentence in self.references[image]]
         sentences, words = self._numbers([*captions, *(sentence for _, sentence in references)])
         image_of = np.array([*(rows[image] for image in images), *(row for row, _ in references)])
-        # The standard package defines the length of a sentence as its number of bigrams.
-        lengths = np.array([max(len(sentence) - 1, 0) for sentence in sentences], float)
+        lengths = np.array([len(sentence) for sentence in sentences], float)
 
         total, known = np.zeros(len(captions)), np.zeros(1, np.int64)
         for level, (prefix, last, sentence, ngram, count) in enumerate(_number_ngrams(sentences, words)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from typing import Any
 
 import pytest
@@ -222,8 +223,17 @@ def test_beam_search_scores_are_those_of_the_full_pass(kind):
 @pytest.mark.parametrize(("options", "scale"), [({}, 0.1), (dict(offset_lr_scale=0.5), 0.5)])
 def test_offsets_learn_slowly(options, scale):
     model = build(deformable=True, **options)
+    bound = math.sqrt(6 / (3 * 32 + 3 * 32))  # Glorot's
     for layer in (*model.encoder.layers, *model.decoder.layers):
         assert layer.self_attn.deformable.offset_scale == scale
+        assert 0.95 * bound < layer.self_attn.deformable.weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize("kind", ["1111", "bilateral", "shaw"])
+def test_attention_dropout_reaches_every_attention(kind):
+    model = build(kind, attention_dropout=0.25)
+    dropouts = [part.dropout for part in model.modules() if isinstance(getattr(part, "dropout", None), float)]
+    assert dropouts == [0.25] * 6
 
 
 @pytest.mark.filterwarnings("ignore")
