@@ -70,7 +70,7 @@ fuzz() { each_operator random_calls; }
 # ignored, and those on the kernel that reads cuBLAS's products of halves, whose bulk copies initcheck does not see.
 sanitize() {
     local tool kernels=(--kernel-name kns=attn_plugins) name names log bad=0
-    names=$(grep -hA8 '^@triton.jit\|^@_kernel' plugins/ops/*/*.py | sed -n 's/^def \(\w*\)(.*/\1/p' | sort -u)
+    names=$(grep -hA8 '^@triton.jit' plugins/ops/*/*.py | sed -n 's/^def \(\w*\)(.*/\1/p' | sort -u)
     for name in $names; do kernels+=(--kernel-name "kne=$name"); done
     for tool in memcheck synccheck initcheck; do
         log=$OUT/sanitize-$1-$tool.log
