@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..ops import deformable_attention
 from ..ops.deformable_attention.without_autograd import gradients, without_autograd
-from .windows import Window
+from .windows import Window, cast
 
 __all__ = ["dcnv4_backward", "dcnv4_forward", "flash_deform_attn_backward", "flash_deform_attn_forward"]
 
@@ -70,7 +70,7 @@ def flash_deform_attn_forward(
     with without_autograd(value):
         locations, weights = _attention(value, sampling_loc_attn, K)
         wide = value.to(locations.dtype)
-        return deformable_attention(wide, spatial_shapes, locations, weights).to(value.dtype)
+        return cast(deformable_attention(wide, spatial_shapes, locations, weights), value.dtype)
 
 
 def flash_deform_attn_backward(

@@ -11,6 +11,14 @@ from ..ops import deformable_attention
 from ..ops.deformable_attention.without_autograd import gradients
 
 
+def cast(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an extension's output in ``dtype``.
+
+    In a function of autograd, torch.compile passes no gradient to a result of ``to`` that is its argument.
+    """
+    return output if output.dtype == dtype else output.to(dtype)
+
+
 class Window(NamedTuple):
     """Arguments of the compiled functions, in their order."""
 
@@ -53,7 +61,7 @@ class Window(NamedTuple):
             mask: (B, H', W', G, K).
         """
         sums = deformable_attention(*self._operands(input, offset, mask))
-        return sums.view(*offset.shape[:3], input.shape[3]).to(input.dtype)
+        return cast(sums, input.dtype).view(*offset.shape[:3], input.shape[3])
 
     def sample_gradients(self, grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor) -> list[Tensor]:
         """Return the gradients of input, offset and mask for that of the output, in float32 or wider.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -225,6 +226,45 @@ class Model(torch.nn.Module):
 
     def forward(self, input: Tensor, offset: Tensor, mask: Tensor) -> Tensor:
         return DCNv3.apply(WINDOWS["same"], input, offset, mask)
+
+
+class FlashDeformAttn(torch.autograd.Function):
+    """The extension behind autograd, as DCNv4 puts its deformable attention."""
+
+    @staticmethod
+    def forward(ctx: Any, shapes: list[list[int]], value: Tensor, both: Tensor) -> Tensor:
+        ctx.shapes = shapes
+        ctx.save_for_backward(value, both)
+        return dcnv4.flash_deform_attn_forward(value, shapes, None, both, 64, 8, 8, 64)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        value, both = ctx.saved_tensors
+        return None, *dcnv4.flash_deform_attn_backward(value, ctx.shapes, None, both, grad, 64, 8, 8, 64)
+
+
+def behind_autograd(name: str, dtype: torch.dtype) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return a function of an extension behind autograd, and its operands."""
+    window, leaves = WINDOWS["same"], operands(WINDOWS["same"], dtype)
+    if name == "dcnv3":
+        return lambda *given: DCNv3.apply(window, *given), leaves
+    if name == "dcnv4":
+        offset_mask = packed(window, *leaves[1:]).detach().requires_grad_()
+        return lambda *given: DCNv4.apply(window, True, *given), [leaves[0], offset_mask]
+    given = [torch.rand(shape, dtype=dtype).requires_grad_() for shape in ((2, 16, 3, 4), (2, 5, 3, 48))]
+    return lambda *given: FlashDeformAttn.apply([[4, 3], [2, 2]], *given), given
+
+
+@pytest.mark.parametrize("name", ["dcnv3", "dcnv4", "flash"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_gradients(name, dtype):
+    """torch.compile traces a function of autograd, and gives no gradient to an output that is a tensor twice."""
+    torch._dynamo.reset()
+    call, leaves = behind_autograd(name, dtype)
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    wanted, found = (torch.autograd.grad(of(*leaves).square().sum(), leaves) for of in (call, compiled))
+    torch.testing.assert_close(found, wanted)
+    assert all(grad.any() for grad in found)
 
 
 def test_onnx_runtime_computes_dcnv3(tmp_path):
