@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -139,6 +140,19 @@ def test_bahdanau_is_the_lectures_recurrence(alignment, layers):
             expected = decoder.fc_out(decoder.additional_fc(word))
             torch.testing.assert_close(outputs[b, t], expected)
             torch.testing.assert_close(matrix[b, t, 6 - length :], weights[0])
+
+
+def test_both_recurrences_drop_the_same_values():
+    """Words, the states of every layer and the features go through dropout, as in fairseq's own LSTM."""
+    dropped: dict[str, Counter[str]] = {}
+    for recurrence in RECURRENCES:
+        model = build("general", recurrence=recurrence, encoder_layers=2, decoder_layers=2)
+        counts = dropped[recurrence] = Counter()
+        for name in ("dropout_in_module", "dropout_out_module"):
+            module = getattr(model.decoder, name)
+            module.register_forward_hook(lambda _, args, x, name=name, counts=counts: counts.update({name: x.numel()}))
+        model(**batch(model))
+    assert dropped["bahdanau"] == dropped["luong"]
 
 
 def test_general_is_fairseqs_own_lstm():

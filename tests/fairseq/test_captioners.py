@@ -190,6 +190,27 @@ def test_images_are_encoded_once(name):
         model(**{**inputs, "prev_output_tokens": previous[:4]})
 
 
+# Calls of dropout for five words, beside those within blocks: of words, sources, layers of an LSTM, and features.
+DROPOUTS = {
+    "show_attend_tell": {"decoder.lstm.dropout": 2},
+    "lstm_captioner": {"encoder.dropout": 2, "decoder.lstm.dropout": 1 + 5 + 1},
+    "conv_captioner": {"encoder.dropout": 2, "decoder.dropout": 2},
+    "eta_transformer": {"encoder.blocks.dropout": 2, "decoder.dropout": 1},
+}
+
+
+@every_captioner
+def test_dropout(name):
+    fusion = {"fusion": "parallel"} if "encoder.dropout" in DROPOUTS[name] else {}
+    model, calls = captioner_of(task(), name, dropout=0.1, **fusion), dict.fromkeys(DROPOUTS[name], 0)
+    for part in calls:
+        model.get_submodule(part).register_forward_hook(lambda *_, part=part: calls.update({part: calls[part] + 1}))
+    model.train()(**batch())
+    assert calls == DROPOUTS[name]
+    if name == "conv_captioner":
+        assert model.decoder.input_projection.gain == 0.9
+
+
 @pytest.mark.parametrize("names", [*([name] for name in SIZES), list(SIZES)], ids="-".join)
 def test_beam_search(names):
     """Results with caches equal those without. An ensemble returns the logarithm of the mean probability."""
