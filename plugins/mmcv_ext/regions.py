@@ -12,14 +12,14 @@ import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from torch import Tensor
 
-from .calls import check, check_floats, check_shape, operator, widened
+from .calls import check, check_floats, check_shape, operator, widened, write
 from .maps import gradients
 
 MAX, AVERAGE = 0, 1
 _BLOCK = 1 << 24  # values gathered at once
 
 
-def _check_rois(input: Tensor, rois: Tensor, height: int, width: int, aligned: bool = False) -> None:
+def _check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: float, aligned: bool = False) -> None:
     """Check what kernels would read out of bounds; values of ``rois`` only on CPUs, to spare GPUs a synchronisation."""
     check_shape("input", input, "B", "C", "H", "W")
     check_shape("rois", rois, "R", 5)
@@ -29,6 +29,8 @@ def _check_rois(input: Tensor, rois: Tensor, height: int, width: int, aligned: b
         return
     low, high = rois[:, 0].min().item(), rois[:, 0].max().item()
     check(low >= 0 and high < len(input), f"rois must name images from 0 to {len(input) - 1}, got {low:g} to {high:g}")
+    far = ~(scale * rois[:, 1:].double().abs() < 1e37).all(1)  # NaN as well; sums stay finite in float32
+    check(not far.any(), f"rois must be finite, got {rois[far][:1].tolist()}")
     if aligned:
         negative = ~(rois[:, 3:] >= rois[:, 1:3]).all(1)
         check(not negative.any(), f"rois must have x1 <= x2 and y1 <= y2, got {rois[negative][:1].tolist()}")
@@ -128,13 +130,13 @@ def roi_align_forward(
         aligned: Shift regions by half a pixel, so that pixel centres are at integers.
     """
     size = (aligned_height, aligned_width)
-    _check_rois(input, rois, *size, aligned)
+    _check_rois(input, rois, *size, spatial_scale, aligned)
     check_shape("output", output, len(rois), input.shape[1], *size)
     maps = widened(input)  # torchvision has no kernel for bfloat16, nor on CPUs for float16
     regions = rois.to(maps.dtype)
     if pool_mode == AVERAGE:
         pooled = torch.ops.torchvision.roi_align(maps, regions, spatial_scale, *size, sampling_ratio, aligned)
-        output.copy_(pooled)
+        write(output, pooled)
         return
     boxes, grids = _grids(regions, size, spatial_scale, sampling_ratio, aligned)
     for block, gh, gw in _blocks(grids, size[0] * size[1] * input.shape[1]):
@@ -168,7 +170,7 @@ def roi_align_backward(
     aligned: bool,
 ) -> None:
     """Add the gradient of the input of :func:`roi_align_forward`."""
-    _check_rois(grad_input, rois, aligned_height, aligned_width, aligned)
+    _check_rois(grad_input, rois, aligned_height, aligned_width, spatial_scale, aligned)
     if pool_mode == AVERAGE:
         grad = widened(grad_output)
         geometry = (spatial_scale, aligned_height, aligned_width, *grad_input.shape, sampling_ratio, aligned)
@@ -202,7 +204,7 @@ def roi_pool_forward(
 
     Unlike torchvision's, mmcv's bins are not rounded to pixels before they are divided.
     """
-    _check_rois(input, rois, pooled_height, pooled_width)
+    _check_rois(input, rois, pooled_height, pooled_width, spatial_scale)
     H, W = input.shape[2:]
     corners = widened(rois)
     boxes = torch.cat((corners[:, 1:3], corners[:, 3:] + 1), 1) * spatial_scale
@@ -243,7 +245,7 @@ def roi_pool_backward(
     spatial_scale: float,
 ) -> None:
     """Add the gradient of the input of :func:`roi_pool_forward`."""
-    _check_rois(grad_input, rois, pooled_height, pooled_width)
+    _check_rois(grad_input, rois, pooled_height, pooled_width, spatial_scale)
     B, C, H, W = grad_input.shape
     planes = (rois[:, 0].long()[:, None] * C + torch.arange(C, device=rois.device))[..., None, None].expand_as(argmax)
     pooled = argmax >= 0
@@ -291,12 +293,12 @@ def deform_roi_pool_forward(
 ) -> None:
     """Write the averages of displaced bins into ``output``; ``offset`` is (R, 2, h, w), columns first, or empty."""
     size = (pooled_height, pooled_width)
-    _check_rois(input, rois, *size)
+    _check_rois(input, rois, *size, spatial_scale)
     if offset.numel():
         check_shape("offset", offset, len(rois), 2, *size)
         check_floats("input", input=input, offset=offset)
     x, regions, displaced = widened(input), widened(rois), widened(offset)
-    output.copy_(_pool_deformed(x, regions, displaced, size, spatial_scale, sampling_ratio, gamma))
+    write(output, _pool_deformed(x, regions, displaced, size, spatial_scale, sampling_ratio, gamma))
 
 
 @operator

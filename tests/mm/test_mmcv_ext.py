@@ -349,6 +349,7 @@ def test_offsets_of_a_finer_level_are_read_as_mmcv_reads_them() -> None:
 
 BOXES, SCORES, SOFT = torch.rand(3, 4), torch.rand(3), torch.rand(3, 5)
 MAP, CONVOLVED, FILTERS = torch.rand(1, 2, 4, 4), torch.rand(1, 4, 4, 4), torch.rand(2, 2, 3, 3)
+NOWHERE = torch.tensor([[0, 0, 0, torch.nan, 3]])  # at which torchvision's and mmcv's kernels read beyond the map
 FOCAL = torch.rand(2, 3), torch.rand(2), torch.rand(0), torch.rand(2, 3), 2, 0.2
 WRONG: dict[str, tuple[Callable, tuple]] = {
     "boxes must have shape": (mmcv_ext.nms, (torch.rand(3, 5), SCORES, 0.5, 0)),
@@ -361,6 +362,9 @@ WRONG: dict[str, tuple[Callable, tuple]] = {
     "rois must have x1 <= x2": (ops.roi_align, (MAP, torch.tensor([[0, 3, 3, 1, 4.0]]), (2, 2))),
     "rois must name images": (ops.roi_align, (MAP, torch.full((1, 5), torch.nan), (2, 2))),
     "rois must name images from 0 to 0": (ops.roi_align, (MAP, torch.tensor([[1, 0, 0, 1, 4.0]]), (2, 2))),
+    "rois must be finite, got .*nan": (ops.roi_align, (MAP, NOWHERE, (2, 2), 1.0, 2, "avg", False)),
+    "rois must be finite, got .*inf": (ops.roi_pool, (MAP, NOWHERE.nan_to_num(torch.inf), (2, 2))),
+    "rois must be finite, got .*e\\+38": (ops.roi_align, (MAP, NOWHERE.nan_to_num(3e38), (2, 2), 8.0)),
     "output size must be positive": (ops.roi_align, (MAP, torch.tensor([[0, 0, 0, 1, 4.0]]), (0, 2))),
     "offset must have shape": (ops.deform_conv2d, (MAP, torch.rand(1, 18, 3, 4), FILTERS, 1, 1)),
     "input must have 2 channels": (ops.deform_conv2d, (CONVOLVED, torch.rand(1, 18, 4, 4), FILTERS, 1, 1)),
