@@ -42,6 +42,15 @@ def operator(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
+def write(output: Tensor, result: Tensor) -> None:
+    """Write an operator's ``result`` into the ``output`` that its caller gave.
+
+    ``copy_`` returns its tensor: compiled by torch.compile, a function of autograd has that output twice, and passes
+    gradients of 0.
+    """
+    output[...] = result
+
+
 def widened(tensor: Tensor) -> Tensor:
     """Return ``tensor`` in float32 if it is in half precision."""
     return tensor.float() if tensor.dtype in HALVES else tensor

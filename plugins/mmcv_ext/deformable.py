@@ -14,7 +14,7 @@ from ..ops.deform_conv.deform_conv import CONVOLVE
 from ..ops.deform_conv.edge_rule import on_edge
 from ..ops.deform_conv.operands import Options, Terms
 from ..ops.deformable_attention.without_autograd import gradients
-from .calls import check, operator
+from .calls import check, operator, write
 
 
 def _leading_pixels(maps: Tensor, size: Sequence[int]) -> Tensor:
@@ -109,7 +109,7 @@ def modulated_deform_conv_forward(
     """Write the modulated deformable convolution of ``input`` into ``output`` (Zhu et al. 2019)."""
     offset, mask = (_leading_pixels(maps, output.shape[2:]) for maps in (offset, mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
-    output.copy_(_convolve(terms, Geometry.of(V2, geometry)))
+    write(output, _convolve(terms, Geometry.of(V2, geometry)))
 
 
 @operator
@@ -144,7 +144,7 @@ def deform_conv_forward(
     input: Tensor, weight: Tensor, offset: Tensor, output: Tensor, columns: Tensor, ones: Tensor, **geometry: int
 ) -> None:
     """Write the deformable convolution of ``input`` into ``output`` (Dai et al. 2017)."""
-    output.copy_(_convolve(Terms(input, offset, weight, None, None), Geometry.of(V1, geometry)))
+    write(output, _convolve(Terms(input, offset, weight, None, None), Geometry.of(V1, geometry)))
 
 
 @operator

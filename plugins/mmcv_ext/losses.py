@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .calls import check, check_floats, check_shape, operator, widened
+from .calls import check, check_floats, check_shape, operator, widened, write
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # FLT_MIN, which bounds mmcv's arguments of logarithms
 
@@ -53,7 +53,7 @@ def sigmoid_focal_loss_forward(
     p = widened(input).sigmoid()
     positive = -alpha * (1 - p) ** gamma * _log(p)
     negative = (alpha - 1) * p**gamma * _log(1 - p)
-    output.copy_(_weighted(torch.where(_is_target(p, target), positive, negative), target, weight))
+    write(output, _weighted(torch.where(_is_target(p, target), positive, negative), target, weight))
 
 
 @operator
@@ -81,7 +81,7 @@ def softmax_focal_loss_forward(
     _check(input, target, weight, output)
     p = _target_probability(input, target)
     loss = -alpha * (1 - p) ** gamma * _log(p)
-    output.copy_(_weighted(torch.where(target >= 0, loss, 0), target, weight))
+    write(output, _weighted(torch.where(target >= 0, loss, 0), target, weight))
 
 
 @operator

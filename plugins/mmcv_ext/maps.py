@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .calls import check, check_floats, check_shape, operator, widened
+from .calls import check, check_floats, check_shape, operator, widened, write
 
 
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_output: Tensor) -> tuple[Tensor, ...]:
@@ -64,7 +64,7 @@ def carafe_naive_forward(
     """
     _check_reassembly(features, masks, kernel_size, group_size, scale_factor)
     check_shape("output", output, *features.shape[:2], *masks.shape[2:])
-    output.copy_(_reassemble(features, masks, kernel_size, group_size, scale_factor))
+    write(output, _reassemble(features, masks, kernel_size, group_size, scale_factor))
 
 
 @operator
@@ -201,7 +201,7 @@ def psamask_forward(
     B, _, H, W = input.shape
     check_shape("output", output, B, H * W, H, W)
     check_floats("input", input=input, output=output)
-    output.copy_(_connect(input, psa_type, (h_mask, w_mask), (half_h_mask, half_w_mask)))
+    write(output, _connect(input, psa_type, (h_mask, w_mask), (half_h_mask, half_w_mask)))
 
 
 @operator

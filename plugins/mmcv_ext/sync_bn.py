@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .calls import check_floats, check_shape, operator
+from .calls import check_floats, check_shape, operator, write
 
 
 @operator
@@ -46,7 +46,7 @@ def sync_bn_forward_output(
     check_floats("input", input=input, mean=mean, var=var, output=output)
     std.copy_((var + eps).sqrt())
     norm.copy_((input.float() - mean[:, None]) / std[:, None])
-    output.copy_(norm * weight[:, None] + bias[:, None] if weight.numel() else norm)
+    write(output, norm * weight[:, None] + bias[:, None] if weight.numel() else norm)
     if running_mean.numel():
         count = input.shape[0] * input.shape[2] * group_size
         unbiased = var * (count / (count - 1)) if count > 1 else var
