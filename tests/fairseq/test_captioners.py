@@ -191,22 +191,22 @@ def test_images_are_encoded_once(name):
 
 
 # Calls of dropout for five words, beside those within blocks: of words, sources, layers of an LSTM, and features.
-DROPOUTS = {
-    "show_attend_tell": {"decoder.lstm.dropout": 2},
-    "lstm_captioner": {"encoder.dropout": 2, "decoder.lstm.dropout": 1 + 5 + 1},
-    "conv_captioner": {"encoder.dropout": 2, "decoder.dropout": 2},
-    "eta_transformer": {"encoder.blocks.dropout": 2, "decoder.dropout": 1},
-}
+DROPOUTS = [
+    ("show_attend_tell", {}, {"decoder.lstm.dropout": 2}),
+    ("lstm_captioner", dict(fusion="parallel"), {"encoder.dropout": 2, "decoder.lstm.dropout": 1 + 5 + 1}),
+    ("conv_captioner", dict(fusion="parallel"), {"encoder.dropout": 2, "decoder.dropout": 2}),
+    *(("eta_transformer", dict(fusion=fusion), {"encoder.blocks.dropout": sources, "decoder.dropout": 1})
+      for fusion, sources in (("entangled", 2), ("visual", 1), ("semantic", 1))),
+]  # fmt: skip
 
 
-@every_captioner
-def test_dropout(name):
-    fusion = {"fusion": "parallel"} if "encoder.dropout" in DROPOUTS[name] else {}
-    model, calls = captioner_of(task(), name, dropout=0.1, **fusion), dict.fromkeys(DROPOUTS[name], 0)
+@pytest.mark.parametrize(("name", "fusion", "expected"), DROPOUTS)
+def test_dropout(name, fusion, expected):
+    model, calls = captioner_of(task(), name, dropout=0.1, **fusion), dict.fromkeys(expected, 0)
     for part in calls:
         model.get_submodule(part).register_forward_hook(lambda *_, part=part: calls.update({part: calls[part] + 1}))
     model.train()(**batch())
-    assert calls == DROPOUTS[name]
+    assert calls == expected
     if name == "conv_captioner":
         assert model.decoder.input_projection.gain == 0.9
 

@@ -332,6 +332,10 @@ def test_language_model_has_the_options_of_fairseqs():
     assert [layer.self_attn.attention.kernel_size for layer in model.decoder.layers] == [3, 5]
     assert model.max_positions() == 12
     assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, 32)
+    kept = dict(decoder_layers=3, decoder_layers_to_keep="1")
+    cfg = OmegaConf.create({"_name": "spatial_transformer_lm", **kept})
+    build_language_model(**kept).load_state_dict(build_language_model(decoder_layers=3).state_dict(), model_cfg=cfg)
+    assert cfg.decoder_layers == 1
     model = build_language_model(decoder_attention="dynamic", decoder_embed_dim=48, decoder_attention_heads=5)
     assert model(torch.tensor([[2, 5]]))[0].shape == (1, 2, len(Task().target_dictionary))
     with pytest.raises(ValueError, match="--decoder-kernel-sizes applies to dynamic and bilateral"):

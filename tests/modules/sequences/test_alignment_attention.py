@@ -83,3 +83,10 @@ def test_half_cosine_of_long_vectors_does_not_overflow():
     scores = score(x, score.project_keys(-x))
     torch.testing.assert_close(scores, torch.full((1, 2, 2), -1.0, dtype=torch.float16), rtol=2e-3, atol=0)
     assert not score(torch.zeros(1, 2, 16), score.project_keys(x.float())).any()
+
+
+def test_both_layers_of_the_additive_score_are_drawn_as_one():
+    score = AlignmentAttention("additive", 90, 60, 50).score
+    bound = math.sqrt(6 / (90 + 60 + 50))
+    for layer in (score.query, score.source):
+        assert 0.99 * bound < layer.weight.abs().max() <= bound

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from itertools import cycle
 
 import numpy as np
@@ -175,3 +176,11 @@ def test_multi_head_attention_equals_torchs(causal):
     torch.testing.assert_close(module.attention_maps(*given, key_padding_mask=mask), weights)
     some = module.attention_maps(*given, key_padding_mask=mask, queries=torch.tensor([3, 1]))
     torch.testing.assert_close(some, weights[:, :, [3, 1]])
+
+
+def test_the_projections_of_the_inputs_are_drawn_as_one():
+    module = MultiheadSpatialAttention(64)
+    joint, alone = math.sqrt(6 / (64 + 3 * 64)), math.sqrt(6 / (64 + 64))
+    layers = {module.q_proj: joint, module.k_proj: joint, module.v_proj: joint, module.out_proj: alone}
+    for layer, bound in layers.items():
+        assert 0.99 * bound < layer.weight.abs().max() <= bound
