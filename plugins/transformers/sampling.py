@@ -76,6 +76,8 @@ def counted_points(
     """
     if method != "default" or not _serves(value, sampling_locations, attention_weights):
         return stock(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method=method)
+    if value.device.type == "cpu" and len(value) == 1 and value.requires_grad and not traced():
+        value = _with_gradient_of_maps(value)
     return _attend(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list)
 
 
@@ -93,6 +95,17 @@ def transposed_value(
     shapes = value_spatial_shapes if value_spatial_shapes_hw is None else value_spatial_shapes_hw
     weights = attention_weights.reshape(sampling_locations.shape[:-1])
     return _attend(value.permute(0, 3, 1, 2), shapes, sampling_locations, weights)
+
+
+def _with_gradient_of_maps(value: Tensor) -> Tensor:
+    """Give the gradient of a value (1, S, M, d) the memory of ``grid_sample``'s, maps of each channel.
+
+    D-FINE and DEIMv2 do not project their values. The backward of torch's BatchNorm2d on CPUs (2.11 to 2.14 at least)
+    is wrong where the only image of a batch has its channels innermost, with strides (C, 1, W * C, C).
+    """
+    value = value.view_as(value)
+    value.register_hook(lambda grad: grad.movedim(1, 3).contiguous().movedim(3, 1))
+    return value
 
 
 def _serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
