@@ -1,8 +1,13 @@
 """Console tools: run one with ``python -m tools.NAME`` from the repository root."""
 
+from __future__ import annotations
+
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 def command_parser(name: str, text: str | None) -> ArgumentParser:
@@ -10,8 +15,8 @@ def command_parser(name: str, text: str | None) -> ArgumentParser:
     return ArgumentParser(f"python -m tools.{name}", description=text, formatter_class=RawDescriptionHelpFormatter)
 
 
-def torch_device(name: str | None) -> Any:
-    """Return the device that ``--device`` names; without a name, cuda where there is a GPU, else cpu.
+def torch_device(name: str | None) -> torch.device:
+    """Return the device that ``--device`` names; by default cuda if there is a GPU, else cpu.
 
     Raises:
         ValueError: torch finds no such device here.
@@ -21,7 +26,7 @@ def torch_device(name: str | None) -> Any:
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.zeros(1, device=name).device
-    except Exception as error:  # of a type by the device
+    except Exception as error:  # its type depends on the device
         raise ValueError(f"--device must be one that torch finds here, such as cpu, got {name!r}: {error}") from error
 
 

@@ -211,15 +211,17 @@ __device__ __forceinline__ void store_tap_gradients(const SamplingProblem<T>& p,
   g.grad_mask[plane_index(g.mask_strides, t, channel)] = narrow_to<T>(s.inside ? sums.sampled() : s.outside);
 }
 
+// Bytes of a thread's channels beyond which three blocks a multiprocessor would spill registers in the loop
+// over taps.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr size_t kMostBytes = 8;
+constexpr size_t kBytesOfThreeBlocks = 8;
 #else
-constexpr size_t kMostBytes = 16;
+constexpr size_t kBytesOfThreeBlocks = 16;
 #endif
 
-// Three blocks share a multiprocessor, except where the loop over taps would spill registers.
 template <class T, int N, class S>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 8 || N > 4 || N * sizeof(T) > kMostBytes ? 2 : 3)
+__global__ void __launch_bounds__(kThreads,
+                                  sizeof(T) == 8 || N > 4 || N * sizeof(T) > kBytesOfThreeBlocks ? 2 : 3)
     sample_backward_kernel(const SamplingProblem<T> p, const SamplingGradients<T, S> g) {
   using A = accumulate_t<T>;
   __shared__ Staged<A> staged;

@@ -30,7 +30,7 @@ def _check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: flo
     low, high = rois[:, 0].min().item(), rois[:, 0].max().item()
     check(low >= 0 and high < len(input), f"rois must name images from 0 to {len(input) - 1}, got {low:g} to {high:g}")
     far = ~(scale * rois[:, 1:].double().abs() < 1e37).all(1)  # NaN as well; sums stay finite in float32
-    check(not far.any(), f"rois must be finite, got {rois[far][:1].tolist()}")
+    check(not far.any(), f"rois must be finite and below 1e37, got {rois[far][:1].tolist()}")
     if aligned:
         negative = ~(rois[:, 3:] >= rois[:, 1:3]).all(1)
         check(not negative.any(), f"rois must have x1 <= x2 and y1 <= y2, got {rois[negative][:1].tolist()}")

@@ -98,10 +98,10 @@ def transposed_value(
 
 
 def _with_gradient_of_maps(value: Tensor) -> Tensor:
-    """Give the gradient of a value (1, S, M, d) the memory of ``grid_sample``'s, maps of each channel.
+    """Return ``value``, (1, S, M, d), with a gradient whose channels are outermost in memory, as ``grid_sample``'s.
 
-    D-FINE and DEIMv2 do not project their values. The backward of torch's BatchNorm2d on CPUs (2.11 to 2.14 at least)
-    is wrong where the only image of a batch has its channels innermost, with strides (C, 1, W * C, C).
+    D-FINE and DEIMv2 do not project their values, which come from BatchNorm2d. On CPUs its backward is wrong for a
+    single image with strides (C, 1, W * C, C) (torch 2.11 and 2.14).
     """
     value = value.view_as(value)
     value.register_hook(lambda grad: grad.movedim(1, 3).contiguous().movedim(3, 1))

@@ -17,7 +17,7 @@ EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartil
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
 between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile. Share: the
-least time of the device for the operations or bytes, over our time; pairs that a causal mask spares count."""
+least time of the device for the operations or bytes, over our time; for causal attention, masked pairs included."""
 ON_CUDA = """ Runs under
 50 ms are replayed from a CUDA graph, with caches flushed before each."""
 EAGER = f"""Each cell: minimum / lower quartile · median · upper quartile of the time of an eager call in {{unit}} (peak
@@ -26,7 +26,8 @@ Calls run back to back for some 5 ms, so that the slower of host and device coun
 its peers take turns in one process. Ratio: the better peer's median over ours. Memory: ours over that peer's. Noisy:
 ours or the better peer varies more than {NOISY}-fold between quartiles; loaded: others used more than {LOADED} CPUs."""
 WHOLE = f"""One picture, CPU, float32. Each cell: minimum / lower quartile · median · upper quartile of the
-time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built).
+time in {{unit}} (MiB: the peak resident memory of the process during the pass, above its level with the model built;
+runs of the same code differ by up to a quarter).
 Stock is the upstream config as it is, ours the same config with the drop-in. Each measurement is a fresh process, in
 turns, with the same random weights (offsets and gates at their start, zero), after one call that warms up. Ratio: the
 minimum of stock over ours. Noisy: one of the two varies more than {NOISY}-fold between quartiles; loaded: other

@@ -70,12 +70,12 @@ def append(record: Path, line: Mapping[str, Any]) -> None:
 
 
 def begin(record: Path, device: str) -> None:
-    """Name the device in a record; set one of another device aside, whose times are not to be compared with its."""
+    """Name the device in a record; set a record of another device aside, so that their rows are not mixed."""
     before = next((line["device"] for line in read(record) if "device" in line), device)
     if before != device:
         kept = re.sub(r"\W+", "-", before)
         aside = record.with_name(f"{record.stem}-{kept}.jsonl")
-        print(f"{record} has rows of {before}, not of {device}: it is {aside} now")
+        print(f"{record} has rows of {before}, not of {device}: renamed to {aside}")
         record.replace(aside)
     append(record, {"device": device})
 

@@ -22,7 +22,7 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
     if len(values) != length or not all(isinstance(v, int) and minimum <= v <= LARGEST for v in values):
         kinds = (numbers.Integral, Tensor) if torch.jit.is_tracing() else numbers.Integral
         ints = tuple(int(v) if isinstance(v, kinds) else v for v in values)
-        if any(type(v) is not type(i) for v, i in zip(values, ints)):  # NumPy's, or a size of a tensor while traced
+        if any(type(v) is not type(i) for v, i in zip(values, ints)):  # NumPy's, or traced sizes
             return expand(name, ints, length, minimum)
         raise ValueError(
             f"{name} must be an int or {length} ints, each at least {minimum} and below 2**31, got {value!r}"

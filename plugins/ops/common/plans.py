@@ -3,7 +3,7 @@
 What they decide (tiles, strides, variants of a kernel) depends on shapes, strides, dtypes and options alone, and takes
 several times as long as the launch that follows. If the first call of a kind launches kernels, the second is recorded,
 PyTorch's operations and launches in order; later ones repeat them with their own tensors. Calls that other backends
-serve are not recorded, since that keeps all their tensors: a device may hold only a few at a time.
+serve are not recorded, because recording keeps all tensors of a call, which may exceed the memory.
 """
 
 from __future__ import annotations
@@ -95,12 +95,12 @@ _state = _State()
 
 
 def forget() -> None:
-    """Drop all plans: what they repeat is chosen anew."""
+    """Drop all plans, so that the next calls choose again."""
     _plans.clear()
 
 
 def launched(run: Callable[..., Any] | None, args: Sequence[Any]) -> None:
-    """Count a launch, and record that ``run`` launches a kernel with ``args``; None where that may not be repeated."""
+    """Count and record the launch of a kernel by ``run`` with ``args``; None where that may not be repeated."""
     _state.launches += 1
     if (recorder := _state.recorder) is not None:
         recorder.repeatable &= run is not None
