@@ -29,6 +29,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from .import_hooks import after_import
+
 logger = logging.getLogger("attn_plugins")
 
 PACKAGE = Path(__file__).resolve().parent
@@ -46,62 +48,6 @@ def activate() -> None:
         stand_in_for_extensions()
     except Exception:
         logger.warning("attn_plugins could not install its toolkit hooks", exc_info=True)
-
-
-def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` right after the import of the module ``name``, or now if it is already imported.
-
-    This imports nothing. An action is registered once per module; several actions run in the order of registration.
-    The import of the module raises any error that an action raises.
-
-    Args:
-        name: Full module name, such as ``'timm.models'``.
-        action: Function called once with the module.
-    """
-    module = sys.modules.get(name)
-    if module is not None:
-        action(module)
-        return
-    actions = _finder.waiting.setdefault(name, [])
-    if action not in actions:
-        actions.append(action)
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
-class _PostImportFinder(MetaPathFinder):
-    """Finder that runs the actions right after a module of ``waiting`` has executed, then removes them."""
-
-    def __init__(self) -> None:
-        self.waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
-
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname not in self.waiting:
-            return None
-        spec = next(filter(None, (f.find_spec(fullname, path, target) for f in self._others())), None)
-        if spec is None or spec.loader is None:
-            return spec
-        loader, execute = spec.loader, spec.loader.exec_module
-
-        def exec_module(module):
-            execute(module)  # if the toolkit's import fails, the hook stays for the next attempt
-            if module.__name__ == fullname:
-                del loader.exec_module
-                self._finish(fullname, module)
-
-        # Patch the instance: inspect, pkgutil and importlib.resources depend on the loader's class.
-        loader.exec_module = exec_module
-        return spec
-
-    def _others(self):
-        return [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-
-    def _finish(self, name: str, module: ModuleType) -> None:
-        actions = self.waiting.pop(name, [])
-        if not self.waiting and self in sys.meta_path:
-            sys.meta_path.remove(self)
-        for action in actions:
-            action(module)
 
 
 def _run(module: ModuleType) -> None:
@@ -148,14 +94,8 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
         return False
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
-    ours = ("autoload.py", "fairseq/__init__.py")
-    loader = ("ops/common/library.py", "ops/library.py")  # the latter is in older checkouts
-    copy = folder.parent
-    if (
-        folder.name == "fairseq"
-        and all((copy / name).is_file() for name in ours)
-        and any((copy / name).is_file() for name in loader)
-    ):
+    ours = ("autoload.py", "fairseq/__init__.py", "ops/common/library.py")
+    if folder.name == "fairseq" and all((folder.parent / name).is_file() for name in ours):
         logger.warning("--user-dir %s: using the installed attn_plugins in %s instead", path, PACKAGE)
         return True
     return False
@@ -224,5 +164,4 @@ ACTIONS: dict[str, Callable[[ModuleType], None]] = {
     "fairseq.utils": _accept_own_user_dir,
     "mmengine.config.utils": _repair_mmseg_name,
 }
-_finder = _PostImportFinder()
 _done: set[str] = set()

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..autoload import after_import
+from ..import_hooks import after_import
 from ..modules.common.untouched import untouched
 from ..modules.tokens.window_speed import stock_is_faster
 from ..modules.tokens.windows import TableAttention, in_windows, needs_weights

@@ -168,8 +168,8 @@ init_default_scope("mmdet")
 config.model.backbone.init_cfg = None
 block = MODELS.build(config.model.backbone).layer4[2]
 assert "mmseg" not in sys.modules
-import attn_plugins.autoload
-waiting = [name for name in attn_plugins.autoload._finder.waiting if name.endswith("swin")]
+import attn_plugins.import_hooks
+waiting = [name for name in attn_plugins.import_hooks._finder.waiting if name.endswith("swin")]
 import mmseg.models
 owners = [type(block.conv2), type(block.gen_attention_block), mmseg.models.decode_heads.cc_head.CrissCrossAttention]
 owners += [toolkit.models.backbones.swin.ShiftWindowMSA.forward for toolkit in (mmdet, mmseg)]

@@ -1,4 +1,4 @@
-"""The hooks of attn_plugins.autoload, each in a fresh interpreter."""
+"""The hooks of attn_plugins.autoload and import_hooks, each in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason
 ODD_TIMM = {"timm/__init__.py": "import torch\nfrom . import models\nname = 'odd'", "timm/models.py": "x = 1"}
 KNOWN = "print(timm.is_model('attn_resnet50'))"
 LOADED = "print('attn_plugins.timm' in sys.modules)"
-WAITING = "print(any(type(f).__module__ == 'attn_plugins.autoload' for f in sys.meta_path))"
+FINDERS = "print(*(type(f).__name__ for f in sys.meta_path if type(f).__module__.startswith('attn_plugins')))"
 
 
 @needs_timm
@@ -32,12 +32,12 @@ def test_timm_knows_our_models(python):
 
 @needs_timm
 def test_switched_off(python):
-    code = f"import sys, timm\n{LOADED}\n{WAITING}\nimport attn_plugins.timm\n{KNOWN}"
-    assert python(code, ATTN_PLUGINS_AUTOLOAD="0").stdout.split() == ["False", "False", "True"]
+    code = f"import sys, timm\n{LOADED}\n{FINDERS}\nimport attn_plugins.timm\n{KNOWN}"
+    assert python(code, ATTN_PLUGINS_AUTOLOAD="0").stdout.splitlines() == ["False", "", "True"]
 
 
 def test_torch_alone_loads_nothing(python):
-    """Every ``import torch`` pays for it: two small modules. Activating again changes nothing.
+    """Every ``import torch`` pays for it: three small modules. Activating again changes nothing.
 
     The finder leaves when nothing waits for a module.
     """
@@ -45,13 +45,14 @@ def test_torch_alone_loads_nothing(python):
         "import sys, torch\n"
         "print([m for m in sys.modules if m.startswith('attn_plugins')])\n"
         "print([m for m in ('timm', 'fairseq', 'mmengine', 'mmcv') if m in sys.modules])\n"
-        "import attn_plugins.autoload as a\na.activate()\nprint(sys.meta_path.count(a._finder))\n"
-        "a._finder.waiting.clear()\na.after_import('odd.inner', lambda module: print(module.value))\nimport odd.inner\n"
-        "print(sys.meta_path.count(a._finder))"
+        "import attn_plugins.autoload as a, attn_plugins.import_hooks as h\n"
+        "a.activate()\nprint(sys.meta_path.count(h._finder))\n"
+        "h._finder.waiting.clear()\nh.after_import('odd.inner', lambda module: print(module.value))\nimport odd.inner\n"
+        "print(sys.meta_path.count(h._finder))"
     )
     packages = {"odd/__init__.py": "", "odd/inner.py": "value = 7"}
     assert python(code, packages=packages).stdout.splitlines() == [
-        "['attn_plugins_autoload', 'attn_plugins', 'attn_plugins.autoload']",
+        "['attn_plugins_autoload', 'attn_plugins', 'attn_plugins.import_hooks', 'attn_plugins.autoload']",
         "[]",
         "1",
         "7",
@@ -74,26 +75,27 @@ def test_a_failing_adapter_warns_once_and_breaks_nothing(python):
 
 def test_a_failing_toolkit_fails_as_without_us(python):
     broken = {"timm/__init__.py": "import torch\nfrom . import models", "timm/models.py": "raise KeyError('theirs')"}
-    code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{WAITING}"
-    assert python(code, packages=broken).stdout.split() == ["'theirs'", "False", "True"]
+    code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{FINDERS}"
+    expected = ["'theirs'", "False", "_PostImportFinder _ExtensionFinder"]
+    assert python(code, packages=broken).stdout.splitlines() == expected
 
 
 def test_after_import(python):
     """Callbacks run once, in the order of the calls, immediately if the module is loaded; failures propagate."""
     code = """
-import attn_plugins.autoload as a
+import attn_plugins.import_hooks as hooks
 for action in (print, lambda module: print(module.value), print):
-    a.after_import("odd.inner", action)
+    hooks.after_import("odd.inner", action)
 import odd.inner, odd.inner
-a.after_import("odd.inner", lambda module: print("again"))
+hooks.after_import("odd.inner", lambda module: print("again"))
 def fail(module):
     raise KeyError("ours")
-a.after_import("odd.other", fail)
+hooks.after_import("odd.other", fail)
 try:
     import odd.other
 except KeyError as error:
     print(error)
-a.after_import("odd.missing", print)
+hooks.after_import("odd.missing", print)
 try:
     import odd.missing
 except ModuleNotFoundError as error:
