@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
+TOOLS = PLUGINS.parent / "tools"
 LAYERS = ["import_hooks", "ops", "terms", "modules", "replacement"]  # each may import those before it
 LEAVES = {"captioning"}  # they import nothing of ours
 ADAPTERS = {
@@ -42,9 +43,15 @@ TOOLKITS = set().union(*ADAPTERS.values(), {"torchvision", "natten", "xformers"}
 FILES = sorted(PLUGINS.rglob("*.py"))
 
 
+def module_name(file: Path) -> str:
+    """Return ``'attn_plugins.ops.x'`` for plugins/ops/x.py, ``'tools.x'`` for tools/x/__init__.py."""
+    package, folder = ("attn_plugins", PLUGINS) if file.is_relative_to(PLUGINS) else ("tools", TOOLS)
+    return ".".join([package, *file.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__")
+
+
 def imported_modules(file: Path, top_level_only: bool = False, source: str | None = None) -> set[str]:
     """Return the absolute dotted names that ``file`` imports; ``from x import y`` counts as x and x.y."""
-    package = ["attn_plugins", *file.relative_to(PLUGINS).parent.parts]
+    package = module_name(file.with_name("__init__.py")).split(".")
     tree = ast.parse(file.read_text() if source is None else source)
     names = set()
     for node in tree.body if top_level_only else ast.walk(tree):
@@ -138,7 +145,7 @@ def test_the_rule_allows_what_it_says(file, source):
 
 
 def test_tools_import_no_tests():
-    files = [*(PLUGINS.parent / "tools").rglob("*.py")]
+    files = [*TOOLS.rglob("*.py")]
     assert len(files) > 20
     assert not [f for f in files if re.search(r"^\s*(from|import) tests\b", f.read_text(), re.MULTILINE)]
 
@@ -158,7 +165,7 @@ def bound_names(files: dict[str, Path]) -> set[str]:
 
 def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
     """Return our own files that ``file`` imports: ``from x import y`` means x.y if that is a file, else x."""
-    own = ".".join(["attn_plugins", *file.relative_to(PLUGINS).parent.parts])
+    own = module_name(file.with_name("__init__.py"))
     imported, bound = imported_modules(file), bound_names(files) - {own}
     names = imported - bound
     parents = {name.rpartition(".")[0] for name in names}
@@ -168,16 +175,14 @@ def imported_files(file: Path, files: dict[str, Path]) -> set[str]:
 
 def test_no_circle_of_imports():
     """Function-level imports count as well, although Python would allow a circle there."""
-    files = {
-        ".".join(["attn_plugins", *file.relative_to(PLUGINS).with_suffix("").parts]).removesuffix(".__init__"): file
-        for file in FILES
-    }
+    files = {module_name(file): file for file in (*FILES, *TOOLS.rglob("*.py"))}
     graph = {name: imported_files(file, files) for name, file in files.items()}
     assert graph["attn_plugins.modules.maps.bilateral"] >= {
         "attn_plugins.modules.maps.criss_cross",
         "attn_plugins.modules.common.checks",
     }
     assert "attn_plugins.ops" in graph["attn_plugins.modules.maps.criss_cross"]
+    assert "tools.bench.host_models" in graph["tools.bench.host"]
     TopologicalSorter(graph).prepare()  # or its error has the circle
 
 

@@ -12,6 +12,7 @@ import torch
 
 from attn_plugins.ops.common import library
 from tools.bench import host, host_models
+from tools.bench.host_counts import count
 
 # Operator: ATen operators and functions of Python of a forward, and of one with its backward. PyTorch's own of
 # torch.autograd.grad, about 45, are among the latter.
@@ -26,7 +27,7 @@ MOST = {
 @pytest.mark.parametrize("name", MOST)
 def test_calls_stay_cheap(name):
     for run, (aten, python) in zip(host.passes(name).values(), MOST[name]):
-        counted = host.count(run, rounds=0)
+        counted = count(run, rounds=0)
         assert counted.aten <= aten
         assert 10 < counted.python <= python
         assert counted.us is None
@@ -65,7 +66,7 @@ def test_what_launches():
         (lambda: torch.nn.functional.conv2d(x, weight), 1),
         (lambda: torch.einsum("bchw,oc->bohw", x, weight[:, :, 0, 0]), 2),  # a copy and a product
     ):
-        assert host.count(call, rounds=0).launches == launches
+        assert count(call, rounds=0).launches == launches
 
 
 def test_the_page_keeps_first_numbers():
@@ -81,7 +82,7 @@ def test_counts():
     def called():
         return x.mul(2).sum()
 
-    counted = host.count(lambda: called(), rounds=2, calls=1)
+    counted = count(lambda: called(), rounds=2, calls=1)
     assert (counted.python, counted.c, counted.launches) == (
         1,
         2,

@@ -15,14 +15,12 @@ on CUDA count as launches.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -34,24 +32,10 @@ from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 from attn_plugins.ops.deformable_attention import cuda as cuda_attention
 from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 
+from . import host_models
 from .cases.calls import OPERATORS
+from .host_counts import count
 
-# ATen operators that launch nothing themselves: views, allocations, and those that only call others. Every other one is
-# a kernel on CUDA, whatever it calls.
-LAUNCHES_NOTHING = {
-    f"aten::{n}"
-    for n in """
-    _batch_norm_impl_index _conj _local_scalar_dense _reshape_alias _to_copy _unsafe_view adaptive_avg_pool2d
-    alias as_strided as_strided_ batch_norm chunk clone contiguous conv1d conv2d conv3d detach detach_ dropout
-    einsum embedding empty empty_like empty_strided expand expand_as feature_dropout flatten full full_like
-    is_nonzero item lift lift_fresh linear mH mT matmul max_pool2d mean_dim movedim narrow new_empty
-    new_empty_strided new_full new_ones new_zeros numpy_T ones ones_like output_nr pad permute real
-    requires_grad_ reshape resize_ resolve_conj resolve_neg result_type select select_backward set_ slice
-    slice_backward split split_with_sizes squeeze stride sum_to_size swapaxes t to transpose transpose_ type_as
-    unbind unflatten unfold unsqueeze unsqueeze_ view view_as zeros zeros_like
-    """.split()
-}
-SEVERAL = {"aten::convolution_backward": 2}  # the gradients of input and weight
 EMULATED = {
     "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
     "deformable_attention": (ATTEND, cuda_attention.BACKEND),
@@ -67,16 +51,6 @@ COMPILED = {  # operators of the binary, and the emulator's
 }
 
 
-class Count(NamedTuple):
-    """Of one call; ``launches`` leaves out our own kernels, ``us`` is None where no time was taken."""
-
-    python: int
-    c: int
-    aten: int
-    launches: int
-    us: float | None
-
-
 def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], Any]]:
     """Return a forward without gradients, and a forward with the backward of all gradients."""
     shapes, call = WORK[name]
@@ -87,49 +61,6 @@ def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[
         "forward": lambda: call(*tensors),
         "with backward": lambda: torch.autograd.grad(call(*leaves), leaves, ones),
     }
-
-
-def count(run: Callable[[], Any], rounds: int = 200, calls: int = 10) -> Count:
-    """Count one call of ``run``; the time is the least of ``rounds`` means over ``calls``, none for no rounds."""
-    for _ in range(3):
-        run()
-    entered = {"call": 0, "c_call": -1}  # sys.setprofile itself
-
-    def seen(frame: Any, event: str, argument: Any) -> None:
-        if event in entered:
-            entered[event] += 1
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
-        run()
-    events = [event for event in profile.events() if event.name.startswith("aten::")]
-    launches = sum(SEVERAL.get(event.name, 1) for event in events if _launches(event))
-    times = [_seconds(run, calls) / calls for _ in range(rounds)]
-    return Count(entered["call"] - 1, entered["c_call"], len(events), launches, min(times) * 1e6 if times else None)
-
-
-def _launches(event: Any) -> bool:
-    return event.name not in LAUNCHES_NOTHING and all(map(_calls_others, _above(event)))
-
-
-def _calls_others(name: str) -> bool:
-    return name in LAUNCHES_NOTHING or not name.startswith("aten::")
-
-
-def _above(event: Any) -> Iterator[str]:
-    while event := event.cpu_parent:
-        yield event.name
-
-
-def _seconds(run: Callable[[], Any], calls: int) -> float:
-    start = time.thread_time()  # not that of other work on the machine
-    for _ in range(calls):
-        run()
-    return time.thread_time() - start
 
 
 @cache
@@ -153,16 +84,6 @@ def emulated() -> Iterator[Callable[[], int]]:
         yield operators.launches
 
 
-@contextmanager
-def idle() -> Iterator[Callable[[], int]]:
-    """Let Triton's operators launch nothing; give the number of launches so far."""
-    from .idle_device import idle_device, new_device
-
-    launches: list[Any] = []
-    with idle_device(lambda *launch: launches.append(None), new_device()):
-        yield launches.__len__
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
     parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
@@ -173,8 +94,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--counts", action="store_true", help="of models, leave out the times")
     parser.add_argument("--write", action="store_true", help="write the models' table to benchmarks/host_time.md")
     options = parser.parse_args(arguments)
-    from . import host_models
-
     known = host_models.MODELS if options.models or options.write else WORK
     if unknown := set(options.names) - {*known}:
         parser.error(f"OPERATOR must be any of {', '.join(known)}, got {', '.join(sorted(unknown))}")
@@ -183,6 +102,8 @@ def main(arguments: list[str] | None = None) -> int:
         host_models.table(options.names or [*host_models.MODELS], 0 if options.counts else 20, options.write)
         return 0
     print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
+    if options.cuda:
+        from .idle_device import idle  # needs Triton
     on_cuda = [*EMULATED, *(name for name in TRITON if name != HALVES or options.dtype != "float32")]
     for name in options.names or (on_cuda if options.cuda else OPERATORS):
         way = nullcontext() if not options.cuda else idle() if name in TRITON else emulated()

@@ -19,6 +19,8 @@ from attn_plugins.ops.common import backends, transposition, triton_launch
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 
+from .host_counts import count
+
 PAGE = Path(__file__).parents[2] / "benchmarks" / "host_time.md"
 HEAD = "| model, pass | launches | ATen | Python | C | µs |"
 SIZE = 64  # of the images: maps of 8 × 8 to 2 × 2 in the last three stages
@@ -60,7 +62,7 @@ def passes(name: str) -> dict[str, Callable[[], Any]]:
 @contextmanager
 def as_on_cuda() -> Iterator[Callable[[], int]]:
     """Let calls choose as on a GPU, where nothing is launched; give the number of launches of our kernels so far."""
-    from . import host
+    from .idle_device import idle  # needs Triton
 
     launches = [0]
 
@@ -77,7 +79,7 @@ def as_on_cuda() -> Iterator[Callable[[], int]]:
         return matrices.new_empty(matrices.mT.shape)
 
     with ExitStack() as stack:
-        idle = stack.enter_context(host.idle())
+        idled = stack.enter_context(idle())
         # Plain calls choose as they do on a GPU, and repeat their plans.
         stack.enter_context(backends.backend(None))  # type: ignore[arg-type]
         stack.enter_context(patch.object(triton_launch, "state", lambda tensor: ("models", tensor.dtype)))
@@ -87,7 +89,7 @@ def as_on_cuda() -> Iterator[Callable[[], int]]:
         stack.enter_context(patch.object(transposition, "transposed", transpose))
         for name, kernel in (("forward", convolve), ("backward", differentiate)):
             stack.enter_context(patch.object(torch.ops.attn_plugins, f"deform_conv2d_{name}_kernel", kernel))
-        yield lambda: launches[0] + idle()
+        yield lambda: launches[0] + idled()
 
 
 def rows(names: Sequence[str], rounds: int) -> Iterator[tuple[str, list[int]]]:
@@ -95,12 +97,10 @@ def rows(names: Sequence[str], rounds: int) -> Iterator[tuple[str, list[int]]]:
 
     No times are taken for no ``rounds``; which are then 0.
     """
-    from . import host
-
     with as_on_cuda() as launches:
         for name in names:
             for kind, run in passes(name).items():
-                counted = host.count(run, rounds, calls=1)
+                counted = count(run, rounds, calls=1)
                 before = launches()
                 run()
                 own = launches() - before
