@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+from ..ops.common.arguments import is_size
 
 
 def check_size(name: str, size: Sequence[int]) -> tuple[int, int]:
@@ -14,7 +14,6 @@ def check_size(name: str, size: Sequence[int]) -> tuple[int, int]:
         ValueError: ``size`` is not two ints of at least 1, rows and columns.
     """
     numbers = tuple(size) if isinstance(size, Sequence) and not isinstance(size, str) else ()
-    kinds = (int, torch.SymInt, torch.Tensor) if torch.jit.is_tracing() else (int, torch.SymInt)  # sizes are traced
-    if len(numbers) != 2 or not all(isinstance(n, kinds) and n >= 1 for n in numbers):
+    if len(numbers) != 2 or not all(is_size(n) and n >= 1 for n in numbers):
         raise ValueError(f"{name} must be two ints, rows and columns, each at least 1, got {size!r}")
     return numbers[0], numbers[1]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..ops import deformable_attention
 from ..ops.common.gradients import is_compiling
+from ..ops.deformable_attention.deformable_attention import shapes_on_host
 
 
 def key_saliency(key: Tensor, vector: Tensor) -> Tensor:
@@ -51,17 +52,17 @@ def sampled_saliency(saliency: Tensor, spatial_shapes: Sequence[Sequence[int]], 
         (B, Q, M, L, K), in the dtype of ``sampling_locations``.
 
     Raises:
-        ValueError: the number of pixels of ``spatial_shapes`` is not that of ``saliency``.
+        ValueError: ``spatial_shapes`` is no list of (H, W), or its number of pixels is not that of ``saliency``.
     """
-    B, Q, M, _, K, _ = sampling_locations.shape
-    pixels = sum(H * W for H, W in spatial_shapes)
+    shapes, (B, Q, M, _, K, _) = shapes_on_host(spatial_shapes), sampling_locations.shape
+    pixels = sum(H * W for H, W in shapes)
     if is_compiling():  # symbols of a Tensor's values allow no condition
         torch._check(pixels == saliency.shape[1])
     elif pixels != saliency.shape[1]:
         raise ValueError(f"spatial_shapes must have as many pixels as saliency, {saliency.shape[1]}, got {pixels}")
-    levels = saliency.to(sampling_locations.dtype).unsqueeze(-1).split([H * W for H, W in spatial_shapes], 1)
+    levels = saliency.to(sampling_locations.dtype).unsqueeze(-1).split([H * W for H, W in shapes], 1)
     sampled = []
-    for values, shape, locations in zip(levels, spatial_shapes, sampling_locations.unbind(3)):
+    for values, shape, locations in zip(levels, shapes, sampling_locations.unbind(3)):
         # Treat every point as a separate query with a single sample of weight 1.
         points = locations.transpose(2, 3).reshape(B, Q * K, M, 1, 1, 2)
         at_points = deformable_attention(values, [shape], points, points.new_ones(1).expand(B, Q * K, M, 1, 1))

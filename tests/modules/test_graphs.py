@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.func import functional_call, grad
 from torch.utils import _pytree as pytree
 
 from attn_plugins import ops
+from attn_plugins.modules import SpaceTimeSelfAttention, SpatialSelfAttention
 from tests.helpers import module_inputs
 from tests.helpers.cuda_checks import check_module, floating, no_tf32, randomised  # noqa: F401
 from tests.helpers.memory_format_checks import FORMATS, has_format
@@ -99,6 +101,32 @@ def test_traced_by_the_definitions_there_is_no_operator_of_ours():
         traced = torch.jit.trace(layer, x)
     assert "attn_plugins::" not in str(traced.inlined_graph)
     torch.testing.assert_close(traced(x), layer(x))
+
+
+class _PrefixByShape(nn.Module):
+    """A layer whose grid and number of prefix tokens come from the number of tokens."""
+
+    def __init__(self, layer: nn.Module, *grid: int) -> None:
+        super().__init__()
+        self.layer, self.grid = layer, grid
+
+    def forward(self, x: Tensor) -> Tensor:
+        prefix = x.shape[1] - 48
+        return self.layer(x, grid=((x.shape[1] - prefix) // prod(self.grid), *self.grid), prefix_tokens=prefix)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [partial(torch.jit.trace, check_trace=False), torch.export.export])
+@pytest.mark.parametrize("layer", [
+    _PrefixByShape(SpatialSelfAttention(16, 2, attention_type="1000"), 8),
+    _PrefixByShape(SpaceTimeSelfAttention(16, 2), 4, 6),
+], ids=["space", "space and time"])  # fmt: skip
+def test_the_prefix_is_a_number_from_a_shape(layer, way):
+    layer, x = layer.eval().requires_grad_(False), torch.randn(1, 49, 16)
+    dynamic = {} if way is not torch.export.export else dict(dynamic_shapes=({1: torch.export.Dim.AUTO},))
+    graph = way(layer, (x,), **dynamic)
+    graph = graph.module() if hasattr(graph, "graph_module") else graph
+    torch.testing.assert_close(graph(x), layer(x))
 
 
 @pytest.mark.parametrize("name", ["AAConv2d", "CrissCrossAttention2d", "LocalBilateralConv2d"])

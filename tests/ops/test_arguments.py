@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from tests.ops.contract_examples import EXAMPLES as SMALL
 from tests.ops.contract_examples import OPERATORS
 
 ATTENTION = ["global_attention", "sequence_attention", "window_attention", "criss_cross_attention"]
+PAIRS = "spatial_shapes must hold (H, W), two ints of at least 1, for each level"
+LEVELS = ((5, 7), (3, 4), (1, 2))  # of the small example
 EXAMPLES = examples(drawing("cpu", torch.float32))
 
 
@@ -180,8 +183,23 @@ WRONG: dict[str, list[tuple[dict, str]]] = {
         (dict(spatial_shapes=((5, 7), (3, 4))), r"spatial_shapes must have as many pixels as value has keys, 49, got"),
         (dict(spatial_shapes=()), r"spatial_shapes must hold \(H, W\) of at least one level, got \(\)"),
         (dict(spatial_shapes=5), r"spatial_shapes must hold \(H, W\) of at least one level, got 5"),
-        (dict(spatial_shapes=((5, 7), (3, 4), (2,))), r"each of spatial_shapes must be .* 2 ints"),
-        (dict(spatial_shapes=((7, 7), (0, 4))), "each of spatial_shapes must be .* at least 1"),
+        *[
+            (dict(spatial_shapes=shapes), re.escape(f"{PAIRS}, got {shapes!r}"))
+            for shapes in (
+                ((5, 7), (3, 4), (2,)),
+                ((7, 7), (0, 4)),
+                [7, 5],
+                [5, 7],
+                (49,),
+                "77",
+                [(7, 7.0)],
+                [(7, 7, 1)],
+                [None],
+                ((5, 7), (3, 4), 2),
+                [(2**31, 1)],
+            )
+        ],
+        (dict(spatial_shapes=torch.tensor([[7, 7], [0, 4]])), re.escape(f"{PAIRS}, got ((7, 7), (0, 4))")),
         (dict(spatial_shapes=torch.ones(3, 2)), r"must be an integer Tensor \(L, 2\), got torch.float32"),
         (dict(attention_weights=_z(2, 6, 3, 2, 2)), r"must have shape \(2, 6, 3, 3, 2\): .* got \(2, 6, 3, 2"),
         (dict(attention_weights=_z(2, 6, 3, 6)), r"weights must have shape \(B, Q, M, L, K\), got"),
@@ -196,6 +214,20 @@ WRONG: dict[str, list[tuple[dict, str]]] = {
         (dict(attention_weights=_z(2, 6, 3, 3, 2).half()), "must be torch.float32 for a value"),
     ],
 }
+
+
+def test_a_list_of_numbers_is_no_list_of_sizes():
+    """[4, 5] was read as ((4, 4), (5, 5)), which 41 pixels fit."""
+    value, locations = _z(1, 41, 1, 4), _z(1, 1, 1, 2, 1, 2)
+    with pytest.raises(ValueError, match=re.escape(f"{PAIRS}, got [4, 5]")):
+        ops.deformable_attention(value, [4, 5], locations, locations[..., 0])
+
+
+def test_sizes_are_ints_of_any_kind():
+    call = SMALL["deformable_attention"]("small").to("cpu", torch.float32)
+    expected, shapes = call.call(**call.tensors), np.array(LEVELS)
+    for given in (torch.tensor(LEVELS), [torch.Size(shape) for shape in LEVELS], [tuple(shape) for shape in shapes]):
+        torch.testing.assert_close(call.call(**{**call.tensors, "spatial_shapes": given}), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", WRONG)

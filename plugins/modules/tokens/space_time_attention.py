@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...ops import global_attention, sequence_attention
+from ...ops.common.arguments import is_size
 from ...ops.common.axes import unflatten
 from ..common.attention import attend
 from ..common.checks import check_heads, check_sequence, one_of
@@ -259,7 +260,7 @@ class RegionAttention(nn.Module):
 
 def check_clip_grid(grid: ClipGrid, prefix_tokens: int, tokens: int) -> None:
     """Check that P + T * H * W tokens fit the grid (T, H, W) and the prefix."""
-    if not isinstance(prefix_tokens, int) or not 0 <= prefix_tokens < tokens:
+    if not is_size(prefix_tokens) or not 0 <= prefix_tokens < tokens:
         raise ValueError(f"prefix_tokens must be an int from 0 to {tokens - 1}, got {prefix_tokens!r}")
     sizes = tuple(grid) if isinstance(grid, (tuple, list, torch.Size)) else ()
     if len(sizes) != 3 or sizes[0] * sizes[1] * sizes[2] != tokens - prefix_tokens:

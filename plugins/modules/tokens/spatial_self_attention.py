@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.arguments import is_size
 from ...ops.common.axes import unflatten
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
@@ -165,7 +166,7 @@ class SpatialSelfAttention(GridAttention):
         key = query if key is None else key
         value = key if value is None else value
         S = key.shape[1]
-        if not isinstance(prefix_tokens, int) or not 0 <= prefix_tokens <= min(T, S):
+        if not is_size(prefix_tokens) or not 0 <= prefix_tokens <= min(T, S):
             raise ValueError(f"prefix_tokens must be an int from 0 to query's {T}, got {prefix_tokens!r}")
         if value.shape[1] != S:
             raise ValueError(f"value must have as many tokens as key, {S}, got {value.shape[1]}")

@@ -19,19 +19,49 @@ def expand(name: str, value: int | Sequence[int], length: int, minimum: int) -> 
     if type(value) is int and minimum <= value <= LARGEST:  # most calls; the rest takes three times as long
         return (value,) * length
     values = tuple(value) if isinstance(value, Sequence) else (value,) * length
-    if len(values) != length or not all(isinstance(v, int) and minimum <= v <= LARGEST for v in values):
-        kinds = (numbers.Integral, Tensor) if torch.jit.is_tracing() else numbers.Integral
-        ints = tuple(int(v) if isinstance(v, kinds) else v for v in values)
-        if any(type(v) is not type(i) for v, i in zip(values, ints)):  # NumPy's, or traced sizes
-            return expand(name, ints, length, minimum)
+    ints = tuple([integer(v) for v in values])
+    if len(ints) != length or not all(v is not None and minimum <= v <= LARGEST for v in ints):
         raise ValueError(
             f"{name} must be an int or {length} ints, each at least {minimum} and below 2**31, got {value!r}"
         )
-    return values
+    return ints  # type: ignore[return-value]
+
+
+def integer(value: Any) -> int | None:
+    """Return an int for one of Python or NumPy or for a size, symbolic or traced, and None for anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, (numbers.Integral, torch.SymInt)) or (isinstance(value, Tensor) and is_size(value)):
+        return int(value)  # type: ignore[arg-type]
+    return None
+
+
+def is_size(value: Any) -> bool:
+    """Return whether ``value`` is an int or a size, which is a symbol in an export and a Tensor while traced."""
+    if isinstance(value, Tensor):
+        whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        return whole and value.dim() == 0 and torch.jit.is_tracing()
+    return isinstance(value, (int, torch.SymInt))
+
+
+def as_number(value: Any) -> Any:
+    """Return numbers that are computed from sizes as Python's or as symbols, and anything else unchanged.
+
+    While traced, they are Tensors without an axis, of which the trace keeps the number. Those that require a gradient
+    stay Tensors, as that would be lost.
+    """
+    if isinstance(value, torch.SymInt):
+        return torch.sym_float(value)
+    if isinstance(value, Tensor) and value.dim() == 0 and not value.requires_grad and torch.jit.is_tracing():
+        return value.item()
+    return value
 
 
 def finite(name: str, value: float) -> float:
     """Return ``value`` as a float; reject tensors, whose gradients would be lost, NaN and infinity."""
+    if type(value) is float and -math.inf < value < math.inf:  # most calls
+        return value
+    value = as_number(value)
     if isinstance(value, torch.SymFloat):
         return value
     if not isinstance(value, (float, int, numbers.Real)):  # Real alone would do, but is slow to check

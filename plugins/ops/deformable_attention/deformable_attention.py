@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..common.arguments import FLOATS, arithmetic_dtype, autocast_dtype, check_dim, check_tensors, expand
+from ..common.arguments import (
+    FLOATS,
+    LARGEST,
+    arithmetic_dtype,
+    autocast_dtype,
+    check_dim,
+    check_tensors,
+    expand,
+    integer,
+    is_size,
+)
 from ..common.gradients import is_compiling
 from ..common.operator import Operator
 from . import cpu, cuda, eager, onnx, reference, triton
@@ -122,9 +132,13 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
         return shapes
     if not isinstance(spatial_shapes, Sequence) or not spatial_shapes:
         raise ValueError(f"spatial_shapes must hold (H, W) of at least one level, got {spatial_shapes!r}")
-    if is_compiling():
-        return [_checked_size(*shape) for shape in spatial_shapes]
-    return [expand("each of spatial_shapes", shape, 2, 1) for shape in spatial_shapes]  # type: ignore[misc]
+    sized = _checked_size if is_compiling() else _size
+    shapes = [sized(*shape) if _is_pair(shape) else None for shape in spatial_shapes]
+    if None in shapes:
+        raise ValueError(
+            f"spatial_shapes must hold (H, W), two ints of at least 1, for each level, got {spatial_shapes!r}"
+        )
+    return shapes  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=1024)
@@ -132,7 +146,20 @@ def _of_numbers(shapes: tuple[tuple[int, ...], ...]) -> list[tuple[int, int]]:
     return shapes_on_host(shapes)
 
 
-def _checked_size(H: int, W: int) -> tuple[int, int]:
+def _is_pair(shape: Any) -> bool:
+    return isinstance(shape, Sequence) and len(shape) == 2
+
+
+def _size(*shape: Any) -> tuple[int, int] | None:
+    """Return two ints of at least 1, or None for anything else."""
+    H, W = map(integer, shape)
+    return (H, W) if H is not None and W is not None and 1 <= H <= LARGEST and 1 <= W <= LARGEST else None
+
+
+def _checked_size(H: Any, W: Any) -> tuple[int, int] | None:
+    """Return two sizes in a graph, which checks symbols, or None for anything else."""
+    if not (is_size(H) and is_size(W)):
+        return None
     torch._check(H >= 1)
     torch._check(W >= 1)
     return H, W

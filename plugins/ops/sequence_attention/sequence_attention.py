@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common import triton_launch
-from ..common.arguments import LARGEST, broadcasts, check_dim, check_padding_mask, check_tensors, finite
+from ..common.arguments import (
+    LARGEST,
+    as_number,
+    broadcasts,
+    check_dim,
+    check_padding_mask,
+    check_tensors,
+    finite,
+    is_size,
+)
 from ..common.attention import check_query_and_key, counts_of_products, empty_results
 from ..common.axes import unfold
 from ..common.backends import closed_form, forced
@@ -75,8 +84,9 @@ def sequence_attention(
         ValueError: a shape, a device or a number does not match, or there is no key.
         TypeError: the tensors are not floating-point or do not share one dtype.
     """
-    number = outside_logits if isinstance(outside_logits, (int, float)) else None
-    outside = None if isinstance(outside_logits, (int, float)) else outside_logits
+    outside_logits = as_number(outside_logits)
+    is_number = isinstance(outside_logits, (int, float, torch.SymFloat))
+    number, outside = (outside_logits, None) if is_number else (None, outside_logits)
     terms = Terms(query, key, value, band_logits, outside, position_logits)
     _check(terms, number, key_padding_mask, causal)
     scale = finite("scale", scale)
@@ -151,8 +161,7 @@ def _start(start: int | None, terms: Terms, causal: bool) -> int:
                 f"only {S} keys; pass start, the position of the first query"
             )
         return S - T
-    kinds = (int, torch.SymInt, Tensor) if torch.jit.is_tracing() else (int, torch.SymInt)  # sizes are traced
-    if not isinstance(start, kinds):
+    if not is_size(start):
         raise TypeError(f"start must be an int or None, got {type(start).__name__}")
     if start < 0 or start > LARGEST:
         raise ValueError(f"start must be at least 0 and below 2**31, got {start}")

@@ -155,7 +155,10 @@ def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypat
         (dict(key_padding_mask=torch.ones(2, 7, dtype=torch.bool)), r"key_padding_mask must have shape \(2, 30\)"),
         (dict(reference_points=None), "reference_points must be a Tensor, got NoneType"),
         (dict(spatial_shapes=None), r"spatial_shapes must be a Tensor or a sequence of \(H, W\), got NoneType"),
-        (dict(spatial_shapes=((4, 6), (2,))), "each of spatial_shapes must be .* 2 ints"),
+        (
+            dict(spatial_shapes=((4, 6), (2,))),
+            r"spatial_shapes must hold \(H, W\), two ints of at least 1, for each level, got",
+        ),
         (dict(spatial_shapes=torch.tensor([4, 6])), r"spatial_shapes must be an integer Tensor \(L, 2\)"),
         (dict(spatial_shapes=((5, 6),)), "spatial_shapes must have num_levels = 2 levels, got 1"),
         (dict(spatial_shapes=((4, 6), (2, 4))), "spatial_shapes must have as many pixels as value has keys, 30"),
