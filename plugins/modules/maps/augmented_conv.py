@@ -18,7 +18,7 @@ from ...terms.sine_position import sine_encoding
 from ..common.attention import attend
 from ..common.checks import check_map, one_of, pair, positive
 from ..common.logits import MapLogits
-from .memory_format import in_format_of, map_heads, to_channels_last
+from .memory_format import in_memory_format, is_channels_last, map_heads, to_channels_last
 from .relative_tables import RelativeTables
 
 Position = Literal["relative", "none", "sine", "coordconv"]
@@ -187,21 +187,22 @@ class AAConv2d(RelativeTables):
             self._check(x)
             assert self.conv is not None
             return self.conv(x)
-        attended = self._attend(x)
+        attended, channels_last = self._attend(x), is_channels_last(x)
+        attended = in_memory_format(attended, channels_last)
         if self.conv is None:
             return attended
         # Of two single channels, cat forgets that they are channels-last.
-        return in_format_of(x, torch.cat((self.conv(x), attended), 1))
+        return in_memory_format(torch.cat((self.conv(x), attended), 1), channels_last)
 
     def _attend(self, x: Tensor) -> Tensor:
-        """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉)."""
+        """Compute the attention channels, (B, dv, ⌈H / stride⌉, ⌈W / stride⌉), in any memory format."""
         attended = attend(self._logits(x)).permute(0, 1, 4, 2, 3).flatten(1, 2)
         if self.proj is not None:
             attended = self.proj(attended)
         if self.pool:
             size = [(n + self.stride - 1) // self.stride for n in x.shape[2:]]  # ONNX cuts off negative quotients
-            attended = F.interpolate(attended, size, mode="bilinear", align_corners=False)
-        return in_format_of(x, attended)
+            return F.interpolate(attended, size, mode="bilinear", align_corners=False)
+        return attended
 
     def _logits(self, x: Tensor) -> MapLogits:
         """Compute queries, keys and values, and the logits of rows and columns."""

@@ -11,8 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from attn_plugins.modules import AAConv2d
+from attn_plugins.modules.maps import memory_format as formats
 from attn_plugins.modules.maps.augmented_conv import widths
+from attn_plugins.ops.common.strides import memory_format
 from attn_plugins.terms.relative_table import resize_table
+from tests.helpers.memory_format_checks import FORMATS, has_format
 from tests.modules.loops import encode, softmax
 
 
@@ -141,6 +144,18 @@ def test_ratios():
     assert widths(100, 0.29, 0.29, 1, 0) == (29, 29)
     assert widths(64, 0.2, 0.0) == (0, 0)
     assert widths(72, 0.1, 0.05, 4, 1, 1) == (4, 4)
+
+
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("dv", [8, 32])
+def test_the_format_of_the_input_is_asked_for_once(monkeypatch, dv, layout):
+    asked = []
+    monkeypatch.setattr(formats, "memory_format", lambda x: asked.append(x) or memory_format(x))
+    layer = make(dv=dv, dtype=torch.float32)
+    x = torch.randn(2, 16, 5, 7).contiguous(memory_format=FORMATS[layout])
+    with torch.no_grad():
+        assert has_format(layer(x), layout)
+    assert sum(other is x for other in asked) == 1
 
 
 def test_no_map_of_all_pairs_is_stored():
