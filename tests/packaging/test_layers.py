@@ -6,6 +6,7 @@ import ast
 import re
 from functools import cache
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ ADAPTERS = {
     "torchvision": {"torchvision"},
 }
 # What adapters import of ours beside the layers.
-BESIDE = {"mmcv": {"autoload"}, "extensions": {"autoload"}, "fairseq": {"captioning"}}
+BESIDE = {"mmcv": {"autoload"}, "extensions": {"autoload", "mmcv_ext"}, "fairseq": {"captioning"}}
 # Files that run before torch or without it, and the rooms that they import.
 ENTRANCES = {
     "__init__": set(),
@@ -142,6 +143,25 @@ def test_the_rule_sees_what_breaks_it(file, source):
 )
 def test_the_rule_allows_what_it_says(file, source):
     assert broken_rule(PLUGINS / file, source) is None
+
+
+def test_the_diagram_has_every_package_and_no_other_arrow():
+    """CONTRIBUTING.md draws which folders import which: each arrow is an import, each import follows arrows."""
+    page = (PLUGINS.parent / "CONTRIBUTING.md").read_text()
+    lines = re.search(r"^```\n(.* → .*?)^```$", page, re.M | re.S)[1].splitlines()
+    chains = [[names.split(", ") for names in line.split(" → ")] for line in lines]
+    drawn = {(a, b) for chain in chains for left, right in pairwise(chain) for a in left for b in right}
+    folders = {own_room(file) for file in FILES if file.parent != PLUGINS} - {"install"}
+    imported = {(own_room(file), room_of(name)) for file in FILES for name in imported_modules(file)
+                if file.relative_to(PLUGINS).as_posix() not in BRIDGES}  # fmt: skip
+    assert {name for arrow in drawn for name in arrow} == folders
+    assert drawn <= imported
+    implied = set(drawn)
+    for _ in folders:
+        implied |= {(a, d) for a, b in implied for c, d in drawn if b == c}
+    assert not {(a, b) for a, b in imported if a != b and {a, b} <= folders} - implied
+    named = set(re.findall(r"``(\w+)``", (PLUGINS / "__init__.py").read_text()))
+    assert named >= folders | {"install"}
 
 
 def test_tools_import_no_tests():
