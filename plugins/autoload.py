@@ -26,8 +26,8 @@ from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple
 
 from .import_hooks import after_import
 
@@ -113,15 +113,35 @@ def _repair_mmseg_name(utils: ModuleType) -> None:
             utils.MODULE2PACKAGE["mmseg"] = "mmseg"
 
 
-# Extensions for which a module of ours stands in, and what that module needs beside torch.
-EXTENSIONS: dict[str, tuple[str, str | None]] = {
-    "mmcv._ext": ("attn_plugins.mmcv_ext", "torchvision"),
-    "MultiScaleDeformableAttention": ("attn_plugins.extensions.ms_deform_attn", None),
-    "groundingdino._C": ("attn_plugins.extensions.ms_deform_attn", None),
-    "grounding_dino.groundingdino._C": ("attn_plugins.extensions.ms_deform_attn", None),
-    "detrex._C": ("attn_plugins.extensions.detrex", None),
-    "DCNv3": ("attn_plugins.extensions.dcnv3", None),
-    "DCNv4.ext": ("attn_plugins.extensions.dcnv4", None),
+class StandIn(NamedTuple):
+    """A module of ours that stands in for an extension.
+
+    It offers the names of its ``__all__``, and any other if it has a ``__getattr__``. Its ``when_offered()``, if it has
+    one, runs at the end of the extension's import.
+    """
+
+    module: str
+    needed: str | None = None  # a package that the module imports beside torch
+    caller: str | None = None  # a function that the importing code calls, where the name alone says too little
+
+
+# By the extension's name, in which "*." stands for any package and for none.
+EXTENSIONS: dict[str, StandIn] = {
+    "mmcv._ext": StandIn("attn_plugins.mmcv_ext", "torchvision"),
+    "MultiScaleDeformableAttention": StandIn("attn_plugins.extensions.ms_deform_attn"),
+    "groundingdino._C": StandIn("attn_plugins.extensions.ms_deform_attn"),
+    "grounding_dino.groundingdino._C": StandIn("attn_plugins.extensions.ms_deform_attn"),
+    "detrex._C": StandIn("attn_plugins.extensions.detrex"),
+    "adet._C": StandIn("attn_plugins.extensions.adet", "torchvision"),
+    "DCNv3": StandIn("attn_plugins.extensions.dcnv3"),
+    "DCNv4.ext": StandIn("attn_plugins.extensions.dcnv4"),
+    "*._ext": StandIn("attn_plugins.extensions.dcnv2", "torchvision", caller="dcn_v2_forward"),
+    "*.deform_conv_cuda": StandIn("attn_plugins.extensions.deform_conv", "torchvision"),
+    "*.deform_conv_ext": StandIn("attn_plugins.extensions.deform_conv", "torchvision"),
+    "*.deform_pool_cuda": StandIn("attn_plugins.extensions.psroi_pooling", "torchvision"),
+    "*.deform_pool_ext": StandIn("attn_plugins.extensions.psroi_pooling", "torchvision"),
+    "detectron2._C": StandIn("attn_plugins.extensions.detectron2", "torchvision"),
+    "maskrcnn_benchmark._C": StandIn("attn_plugins.extensions.maskrcnn_benchmark", "torchvision"),
 }
 
 
@@ -129,31 +149,42 @@ class _ExtensionFinder(MetaPathFinder, Loader):
     """Finder of :data:`EXTENSIONS`; as the last finder it is asked only where there is no compiled one."""
 
     def find_spec(self, fullname, path=None, target=None):
-        if fullname not in EXTENSIONS:
+        stand_in = EXTENSIONS.get(fullname) or EXTENSIONS.get(f"*.{fullname.rpartition('.')[2]}")
+        if stand_in is None or (stand_in.caller and not _importer_calls(stand_in.caller)):
             return None
-        stand_in, needed = EXTENSIONS[fullname]
-        if needed is not None and importlib.util.find_spec(needed) is None:
+        if stand_in.needed is not None and importlib.util.find_spec(stand_in.needed) is None:
             return None
-        return ModuleSpec(fullname, self, origin=stand_in)
+        return ModuleSpec(fullname, self, origin=stand_in.module)
 
     def exec_module(self, module):
-        stand_in = importlib.import_module(EXTENSIONS[module.__name__][0])
+        stand_in = importlib.import_module(module.__spec__.origin)
         names = [*stand_in.__all__, *({"__getattr__"} & vars(stand_in).keys())]
         module.__dict__.update({name: getattr(stand_in, name) for name in names})
-        if module.__name__ == "DCNv3":
-            after_import("pkg_resources", _show_dcnv3)
+        if "when_offered" in vars(stand_in):
+            stand_in.when_offered()
         logger.info("%s is not compiled: attn_plugins stands in", module.__name__)
 
 
-def _show_dcnv3(pkg_resources: ModuleType) -> None:
-    """Show DCNv3's version to InternImage, which derives the arguments from it: 1.1 has ``remove_center``."""
-    shown: Any = pkg_resources
-    shown.working_set.add(shown.Distribution(project_name="DCNv3", version="1.1"))
+def _importer_calls(function: str) -> bool:
+    """Return True if the code that is importing a module names ``function``, be it in a function of its own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "importlib")):
+        frame = frame.f_back
+    return frame is not None and _names(frame.f_code, function)
+
+
+def _names(code: CodeType, name: str) -> bool:
+    return name in code.co_names or any(_names(part, name) for part in code.co_consts if isinstance(part, CodeType))
+
+
+def extensions_are_offered() -> bool:
+    """Return True if an import finds :data:`EXTENSIONS`."""
+    return any(isinstance(finder, _ExtensionFinder) for finder in sys.meta_path)
 
 
 def stand_in_for_extensions() -> None:
     """Offer this package's operators as :data:`EXTENSIONS`; a compiled extension takes precedence."""
-    if not any(isinstance(finder, _ExtensionFinder) for finder in sys.meta_path):
+    if not extensions_are_offered():
         sys.meta_path.append(_ExtensionFinder())
 
 

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import attn_plugins
-from attn_plugins.autoload import EXTENSIONS, PACKAGE
+from attn_plugins.autoload import EXTENSIONS, PACKAGE, extensions_are_offered
 from attn_plugins.install import checks
 from attn_plugins.install.packages import is_there
 
@@ -183,8 +183,13 @@ def _hooks(report: Report) -> None:
 
 def _extensions(report: Report) -> None:
     """Report what serves as the extensions that research code compiles; that of mmcv stands with mmcv."""
-    for name, (stand_in, _) in EXTENSIONS.items():
+    off = "autoload is off; import attn_plugins.extensions"
+    for name, stand_in in EXTENSIONS.items():
         package, _, nested = name.partition(".")
+        if package == "*":
+            text = "attn_plugins stands in where it is not compiled" if extensions_are_offered() else off
+            report.line("extensions", f"{nested}, in any package: {text}")
+            continue
         if package == "mmcv" or (nested and find_spec(package) is None):
             continue
         try:
@@ -193,8 +198,8 @@ def _extensions(report: Report) -> None:
             report.line("extensions", f"{name}: {_words(error)}")
             continue
         if spec is None:
-            text = "not compiled, and autoload is off; import attn_plugins.extensions"
-        elif spec.origin == stand_in:
+            text = f"not compiled, and {f'{stand_in.needed} is missing' if extensions_are_offered() else off}"
+        elif spec.origin == stand_in.module:
             text = "not compiled: attn_plugins stands in"
         else:
             text = f"compiled, in {spec.origin}"

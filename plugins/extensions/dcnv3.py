@@ -8,10 +8,12 @@ has no meaning here. Version 1.0 has no ``remove_center``.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from ..import_hooks import after_import
 from ..ops.deformable_attention.without_autograd import without_autograd
 from .windows import Window
 
@@ -51,3 +53,13 @@ def _split(window: Window, input: Tensor, offset: Tensor, mask: Tensor) -> tuple
         if tensor.shape != expected:
             raise ValueError(f"{name} must have shape {expected}, got {tuple(tensor.shape)}")
     return offset.reshape(*points, 2), mask.reshape(points)
+
+
+def when_offered() -> None:
+    """Show DCNv3's version to InternImage, which derives the arguments from it: 1.1 has ``remove_center``."""
+    after_import("pkg_resources", _show_version)
+
+
+def _show_version(pkg_resources: ModuleType) -> None:
+    shown: Any = pkg_resources
+    shown.working_set.add(shown.Distribution(project_name="DCNv3", version="1.1"))

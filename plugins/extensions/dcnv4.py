@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import deformable_attention
-from ..ops.deformable_attention.without_autograd import gradients, without_autograd
-from .windows import Window, cast
+from ..ops.deformable_attention.without_autograd import attend, gradients, without_autograd
+from .windows import Window
 
 __all__ = ["dcnv4_backward", "dcnv4_forward", "flash_deform_attn_backward", "flash_deform_attn_forward"]
 
@@ -69,8 +68,7 @@ def flash_deform_attn_forward(
     """
     with without_autograd(value):
         locations, weights = _attention(value, sampling_loc_attn, K)
-        wide = value.to(locations.dtype)
-        return cast(deformable_attention(wide, spatial_shapes, locations, weights), value.dtype)
+        return attend(value, spatial_shapes, locations, weights)
 
 
 def flash_deform_attn_backward(
@@ -87,10 +85,9 @@ def flash_deform_attn_backward(
     """Return the gradients of value and sampling_loc_attn."""
     with without_autograd(value):
         locations, weights = _attention(value, sampling_loc_attn, K)
-        wide = value.to(locations.dtype)
-        grads = gradients(grad_output.to(wide.dtype), wide, spatial_shapes, locations, weights)
+        grads = gradients(grad_output, value, spatial_shapes, locations, weights)
         packed = _packed(grads[1].flatten(3, 4), grads[2].flatten(3), weights.flatten(3), softmax=True)
-        return [grads[0].to(value.dtype), packed.to(sampling_loc_attn.dtype)]
+        return [grads[0], packed.to(sampling_loc_attn.dtype)]
 
 
 def _split(window: Window, input: Tensor, offset_mask: Tensor, softmax: bool) -> tuple[Tensor, Tensor]:

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import deformable_attention
-from ..ops.deformable_attention.without_autograd import gradients
-
-
-def cast(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an extension's output in ``dtype``.
-
-    In a function of autograd, torch.compile passes no gradient to a result of ``to`` that is its argument.
-    """
-    return output if output.dtype == dtype else output.to(dtype)
+from ..ops.deformable_attention.without_autograd import cast, gradients
 
 
 class Window(NamedTuple):

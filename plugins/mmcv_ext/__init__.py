@@ -12,11 +12,8 @@ thresholds rounded to float32 are mmcv's as well. Invalid arguments raise ValueE
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from . import boxes, deformable, losses, maps, regions, sync_bn  # noqa: F401  their functions enter OPERATORS
-from .calls import OPERATORS
+from .calls import OPERATORS, absent
 
 globals().update(OPERATORS)
 
@@ -36,15 +33,9 @@ def get_compiling_cuda_version() -> str:
     return "not available"
 
 
-def __getattr__(name: str) -> Callable[..., Any]:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-    def missing(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            f"mmcv's operator {name} needs mmcv's compiled extension, which is not installed here; attn_plugins stands "
-            "in only for the operators of mmdet and mmsegmentation. docs/start/install.md says how to compile mmcv"
-        )
-
-    missing.__name__ = missing.__qualname__ = name
-    return missing
+__getattr__ = absent(
+    __name__,
+    "mmcv's operator {name} needs mmcv's compiled extension, which is not installed here; attn_plugins stands in only "
+    "for the operators of mmdet and mmsegmentation. With a C++ compiler, this compiles it: pip install --no-deps "
+    "--force-reinstall --no-cache-dir --no-build-isolation --no-binary onedl-mmcv onedl-mmcv",
+)

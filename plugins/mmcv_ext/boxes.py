@@ -18,7 +18,7 @@ from .calls import check, check_floats, check_shape, operator, widened
 SOFT_NMS_METHODS = {0: "naive", 1: "linear", 2: "gaussian"}
 
 
-def _float32(number: float) -> float:
+def float32(number: float) -> float:
     """Round to float32, as mmcv's arguments are: an overlap may equal the threshold exactly."""
     return struct.unpack("f", struct.pack("f", number))[0]
 
@@ -32,7 +32,12 @@ def _check_boxes(boxes: Tensor, scores: Tensor, offset: int) -> None:
 
 @operator
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Return the indices of the boxes that greedy suppression keeps, by falling score.
+    """Return the indices of the boxes that greedy suppression keeps, by falling score."""
+    return suppress(boxes, scores, float32(iou_threshold), offset)
+
+
+def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
+    """Compute :func:`nms` for a threshold in float64.
 
     torchvision sorts stably and mmcv does not, so that boxes of equal scores are sorted here.
     """
@@ -42,7 +47,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     if offset:
         ordered = ordered + ordered.new_tensor([0, 0, offset, offset])
     ranks = torch.arange(order.shape[0], 0, -1, dtype=torch.float64, device=boxes.device).to(ordered.dtype)
-    return order[torch.ops.torchvision.nms(ordered, ranks, _float32(iou_threshold))]
+    return order[torch.ops.torchvision.nms(ordered, ranks, iou_threshold)]
 
 
 @operator

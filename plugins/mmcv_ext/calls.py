@@ -42,6 +42,27 @@ def operator(function: Function) -> Function:
     return call  # type: ignore[return-value]
 
 
+def absent(extension: str, text: str) -> Callable[[str], Callable[..., Any]]:
+    """Return a stand-in's ``__getattr__``: functions that it lacks raise NotImplementedError when they are called.
+
+    Args:
+        extension: Name of the extension.
+        text: The message, with ``{name}`` for that of the function.
+    """
+
+    def __getattr__(name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(f"module {extension!r} has no attribute {name!r}")
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError(text.format(name=name))
+
+        missing.__name__ = missing.__qualname__ = name
+        return missing
+
+    return __getattr__
+
+
 def write(output: Tensor, result: Tensor) -> None:
     """Write an operator's ``result`` into the ``output`` that its caller gave.
 

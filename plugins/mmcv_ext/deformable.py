@@ -1,7 +1,11 @@
-"""Deformable convolution and multi-scale deformable attention, on this package's operators."""
+"""Deformable convolution and multi-scale deformable attention, on this package's operators.
+
+Tensors of several dtypes, such as half activations beside float32 weights, are computed in the widest of them.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,7 +17,7 @@ from .. import ops
 from ..ops.deform_conv.deform_conv import CONVOLVE
 from ..ops.deform_conv.edge_rule import on_edge
 from ..ops.deform_conv.operands import Options, Terms
-from ..ops.deformable_attention.without_autograd import gradients
+from ..ops.deformable_attention.without_autograd import attend, gradients
 from .calls import check, operator, write
 
 
@@ -62,9 +66,18 @@ V1 = ("dH", "dW", "padH", "padW", "dilationH", "dilationW")  # of the convolutio
 V2 = ("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w")  # of the modulated one
 
 
-def _convolve(terms: Terms, geometry: Geometry) -> Tensor:
+def _alike(terms: Terms) -> Terms:
+    """Return the terms in their widest dtype."""
+    dtypes = {term.dtype for term in terms if term is not None}
+    if len(dtypes) == 1:
+        return terms
+    dtype = functools.reduce(torch.promote_types, dtypes)
+    return Terms._make(None if term is None else term.to(dtype) for term in terms)
+
+
+def convolve(terms: Terms, geometry: Geometry) -> Tensor:
     """Check the numbers of groups, which this package's operator reads from the shapes, and convolve."""
-    input, offset, weight, bias, mask = terms
+    input, offset, weight, bias, mask = _alike(terms)
     C, needed = input.shape[1], weight.shape[1] * geometry.group
     check(
         needed == C,
@@ -78,12 +91,13 @@ def _convolve(terms: Terms, geometry: Geometry) -> Tensor:
     return ops.deform_conv2d(input, offset, weight, bias, *geometry[:3], mask)
 
 
-def _add_gradients(
+def add_gradients(
     targets: Sequence[Tensor | None], grad_output: Tensor, terms: Terms, geometry: Geometry, scale: float = 1
 ) -> None:
     """Add the gradients of the terms that have a target, by mmcv's rule at the border."""
     needs = [target is not None for target in targets]
-    grads = CONVOLVE.gradients(grad_output, terms, Options(*geometry), needs)
+    terms = _alike(terms)
+    grads = CONVOLVE.gradients(grad_output.to(terms.input.dtype), terms, Options(*geometry), needs)
     if grads[1] is not None:
         edge = on_edge(terms.offset, terms.weight.shape[2:], geometry.stride, geometry.padding, geometry.dilation)
         grads[1] = grads[1].masked_fill(edge, 0)
@@ -109,7 +123,7 @@ def modulated_deform_conv_forward(
     """Write the modulated deformable convolution of ``input`` into ``output`` (Zhu et al. 2019)."""
     offset, mask = (_leading_pixels(maps, output.shape[2:]) for maps in (offset, mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
-    write(output, _convolve(terms, Geometry.of(V2, geometry)))
+    write(output, convolve(terms, Geometry.of(V2, geometry)))
 
 
 @operator
@@ -136,7 +150,7 @@ def modulated_deform_conv_backward(
     offset, mask = (_leading_pixels(maps, size) for maps in (offset, mask))
     terms = Terms(input, offset, weight, bias if with_bias else None, mask)
     targets = Terms(grad_input, grad_offset, grad_weight, grad_bias if with_bias else None, grad_mask)
-    _add_gradients(targets, grad_output, terms, Geometry.of(V2, geometry))
+    add_gradients(targets, grad_output, terms, Geometry.of(V2, geometry))
 
 
 @operator
@@ -144,7 +158,7 @@ def deform_conv_forward(
     input: Tensor, weight: Tensor, offset: Tensor, output: Tensor, columns: Tensor, ones: Tensor, **geometry: int
 ) -> None:
     """Write the deformable convolution of ``input`` into ``output`` (Dai et al. 2017)."""
-    write(output, _convolve(Terms(input, offset, weight, None, None), Geometry.of(V1, geometry)))
+    write(output, convolve(Terms(input, offset, weight, None, None), Geometry.of(V1, geometry)))
 
 
 @operator
@@ -160,7 +174,7 @@ def deform_conv_backward_input(
 ) -> None:
     """Add the gradients of input and offset."""
     targets = Terms(gradInput, gradOffset, None, None, None)  # type: ignore[arg-type]
-    _add_gradients(targets, gradOutput, Terms(input, offset, weight, None, None), Geometry.of(V1, geometry))
+    add_gradients(targets, gradOutput, Terms(input, offset, weight, None, None), Geometry.of(V1, geometry))
 
 
 @operator
@@ -178,7 +192,7 @@ def deform_conv_backward_parameters(
     """Add the gradient of the weight, times ``scale``."""
     targets = Terms(None, None, gradWeight, None, None)  # type: ignore[arg-type]
     terms = Terms(input, offset, gradWeight, None, None)  # the weight's values do not matter to its gradient
-    _add_gradients(targets, gradOutput, terms, Geometry.of(V1, geometry), scale)
+    add_gradients(targets, gradOutput, terms, Geometry.of(V1, geometry), scale)
 
 
 @operator
@@ -191,7 +205,7 @@ def ms_deform_attn_forward(
     im2col_step: int,
 ) -> Tensor:
     """Return (B, Q, M * d): :func:`attn_plugins.ops.deformable_attention` with mmcv's arguments."""
-    return ops.deformable_attention(value, spatial_shapes, sampling_loc, attn_weight)
+    return attend(value, spatial_shapes, sampling_loc, attn_weight)
 
 
 @operator

@@ -28,7 +28,7 @@ def _check(input: Tensor, target: Tensor, weight: Tensor, output: Tensor) -> Non
     check_floats("input", input=input, weight=weight, output=output)
 
 
-def _log(p: Tensor) -> Tensor:
+def log(p: Tensor) -> Tensor:
     return p.clamp(min=_SMALLEST).log()
 
 
@@ -51,8 +51,8 @@ def sigmoid_focal_loss_forward(
     """Write the losses of all classes into ``output`` (N, C); a target of C has no positive class."""
     _check(input, target, weight, output)
     p = widened(input).sigmoid()
-    positive = -alpha * (1 - p) ** gamma * _log(p)
-    negative = (alpha - 1) * p**gamma * _log(1 - p)
+    positive = -alpha * (1 - p) ** gamma * log(p)
+    negative = (alpha - 1) * p**gamma * log(1 - p)
     write(output, _weighted(torch.where(_is_target(p, target), positive, negative), target, weight))
 
 
@@ -64,8 +64,8 @@ def sigmoid_focal_loss_backward(
     _check(input, target, weight, grad_input)
     p = widened(input).sigmoid()
     q = 1 - p
-    positive = -alpha * q**gamma * (q - gamma * p * _log(p))
-    negative = (alpha - 1) * p**gamma * (gamma * q * _log(q) - p)
+    positive = -alpha * q**gamma * (q - gamma * p * log(p))
+    negative = (alpha - 1) * p**gamma * (gamma * q * log(q) - p)
     grad_input.copy_(_weighted(torch.where(_is_target(p, target), positive, negative), target, weight))
 
 
@@ -80,7 +80,7 @@ def softmax_focal_loss_forward(
     """Write the losses into ``output`` (N,), from probabilities ``input``; a negative target has no loss."""
     _check(input, target, weight, output)
     p = _target_probability(input, target)
-    loss = -alpha * (1 - p) ** gamma * _log(p)
+    loss = -alpha * (1 - p) ** gamma * log(p)
     write(output, _weighted(torch.where(target >= 0, loss, 0), target, weight))
 
 
@@ -91,7 +91,7 @@ def softmax_focal_loss_backward(
     """Write the derivatives by the logits behind the probabilities ``input`` into ``grad_input`` (N, C)."""
     _check(input, target, weight, grad_input)
     p = _target_probability(input, target)
-    slope = alpha * (gamma * (1 - p) ** (gamma - 1) * p * _log(p) - (1 - p) ** gamma)
+    slope = alpha * (gamma * (1 - p) ** (gamma - 1) * p * log(p) - (1 - p) ** gamma)
     slope = _weighted(torch.where(target >= 0, slope, 0), target, weight)
     buff.copy_(slope)
     grad_input.copy_(slope[:, None] * (_is_target(input, target).to(slope.dtype) - widened(input)))

@@ -16,10 +16,10 @@ from .calls import check, check_floats, check_shape, operator, widened, write
 from .maps import gradients
 
 MAX, AVERAGE = 0, 1
-_BLOCK = 1 << 24  # values gathered at once
+BLOCK = 1 << 24  # values gathered at once
 
 
-def _check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: float, aligned: bool = False) -> None:
+def check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: float, aligned: bool = False) -> None:
     """Check what kernels would read out of bounds; values of ``rois`` only on CPUs, to spare GPUs a synchronisation."""
     check_shape("input", input, "B", "C", "H", "W")
     check_shape("rois", rois, "R", 5)
@@ -80,10 +80,10 @@ def _grids(rois: Tensor, size: tuple[int, int], scale: float, ratio: int, aligne
 
 
 def _blocks(grids: Tensor, values: int) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield the regions with one grid size, at most ``_BLOCK`` values at once, with that size."""
+    """Yield the regions with one grid size, at most ``BLOCK`` values at once, with that size."""
     for gh, gw in grids.unique(dim=0).tolist():
         regions = ((grids[:, 0] == gh) & (grids[:, 1] == gw)).nonzero()[:, 0]
-        for block in regions.split(max(1, _BLOCK // max(1, values * gh * gw))):
+        for block in regions.split(max(1, BLOCK // max(1, values * gh * gw))):
             yield block, gh, gw
 
 
@@ -130,7 +130,7 @@ def roi_align_forward(
         aligned: Shift regions by half a pixel, so that pixel centres are at integers.
     """
     size = (aligned_height, aligned_width)
-    _check_rois(input, rois, *size, spatial_scale, aligned)
+    check_rois(input, rois, *size, spatial_scale, aligned)
     check_shape("output", output, len(rois), input.shape[1], *size)
     maps = widened(input)  # torchvision has no kernel for bfloat16, nor on CPUs for float16
     regions = rois.to(maps.dtype)
@@ -170,7 +170,7 @@ def roi_align_backward(
     aligned: bool,
 ) -> None:
     """Add the gradient of the input of :func:`roi_align_forward`."""
-    _check_rois(grad_input, rois, aligned_height, aligned_width, spatial_scale, aligned)
+    check_rois(grad_input, rois, aligned_height, aligned_width, spatial_scale, aligned)
     if pool_mode == AVERAGE:
         grad = widened(grad_output)
         geometry = (spatial_scale, aligned_height, aligned_width, *grad_input.shape, sampling_ratio, aligned)
@@ -204,7 +204,7 @@ def roi_pool_forward(
 
     Unlike torchvision's, mmcv's bins are not rounded to pixels before they are divided.
     """
-    _check_rois(input, rois, pooled_height, pooled_width, spatial_scale)
+    check_rois(input, rois, pooled_height, pooled_width, spatial_scale)
     H, W = input.shape[2:]
     corners = widened(rois)
     boxes = torch.cat((corners[:, 1:3], corners[:, 3:] + 1), 1) * spatial_scale
@@ -245,7 +245,7 @@ def roi_pool_backward(
     spatial_scale: float,
 ) -> None:
     """Add the gradient of the input of :func:`roi_pool_forward`."""
-    _check_rois(grad_input, rois, pooled_height, pooled_width, spatial_scale)
+    check_rois(grad_input, rois, pooled_height, pooled_width, spatial_scale)
     B, C, H, W = grad_input.shape
     planes = (rois[:, 0].long()[:, None] * C + torch.arange(C, device=rois.device))[..., None, None].expand_as(argmax)
     pooled = argmax >= 0
@@ -293,7 +293,7 @@ def deform_roi_pool_forward(
 ) -> None:
     """Write the averages of displaced bins into ``output``; ``offset`` is (R, 2, h, w), columns first, or empty."""
     size = (pooled_height, pooled_width)
-    _check_rois(input, rois, *size, spatial_scale)
+    check_rois(input, rois, *size, spatial_scale)
     if offset.numel():
         check_shape("offset", offset, len(rois), 2, *size)
         check_floats("input", input=input, offset=offset)

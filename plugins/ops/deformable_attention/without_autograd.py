@@ -1,15 +1,20 @@
-"""Deformable attention's gradients outside autograd, for code that calls a compiled extension's functions."""
+"""Deformable attention outside autograd, for code that calls a compiled extension's functions.
+
+Operands may have several dtypes: DINO, for example, converts values and locations to float32 and leaves the weights in
+float16. They are computed in the widest of them, in at least float32; results have the dtypes of their operands.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .deformable_attention import ATTEND, shapes_on_host
+from .deformable_attention import ATTEND, deformable_attention, shapes_on_host
 from .operands import Options, Terms
 
 
@@ -22,14 +27,41 @@ def without_autograd(like: Tensor) -> Iterator[None]:
         yield
 
 
+def cast(output: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an extension's output in ``dtype``.
+
+    In a function of autograd, torch.compile passes no gradient to a result of ``to`` that is its argument.
+    """
+    return output if output.dtype == dtype else output.to(dtype)
+
+
+def attend(value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor) -> Tensor:
+    """Return the output of ``deformable_attention`` in the value's dtype."""
+    wide, locations, weights = _together(value, sampling_locations, attention_weights)
+    return cast(deformable_attention(wide, spatial_shapes, locations, weights), value.dtype)
+
+
 def gradients(
     grad_output: Tensor, value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor
 ) -> list[Tensor]:
     """Return the gradients of value, locations and weights, with the arguments of ``deformable_attention``."""
     B, Q, M, L, K = attention_weights.shape
-    locations = sampling_locations.reshape(B, Q, M, L * K, 2)
-    terms = Terms(value, locations, attention_weights.reshape(B, Q, M, L * K))
-    sizes: list[Any] = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
-    computed = ATTEND.gradients(grad_output, terms, Options(sizes, [K] * L), [True] * 3)
     targets = value, sampling_locations, attention_weights
-    return [grad.view_as(target) for grad, target in zip(computed, targets) if grad is not None]
+    value, locations, weights = _together(*targets)
+    terms = Terms(value, locations.reshape(B, Q, M, L * K, 2), weights.reshape(B, Q, M, L * K))
+    sizes: list[Any] = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
+    computed = ATTEND.gradients(grad_output.to(value.dtype), terms, Options(sizes, [K] * L), [True] * 3)
+    return [cast(grad, to.dtype).view_as(to) for grad, to in zip(computed, targets) if grad is not None]
+
+
+def _together(value: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+    """Return operands in dtypes that the operator takes together; it names any that is no floating-point Tensor."""
+    operands = value, *others
+    if not all(isinstance(operand, Tensor) and operand.is_floating_point() for operand in operands):
+        return operands
+    if all(other.dtype == value.dtype for other in others):
+        return operands
+    dtype = functools.reduce(torch.promote_types, (operand.dtype for operand in operands), torch.float32)
+    if torch.promote_types(value.dtype, torch.float32) != dtype:
+        value = value.to(dtype)
+    return value, *(other.to(dtype) for other in others)
