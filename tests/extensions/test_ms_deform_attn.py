@@ -1,4 +1,4 @@
-"""The extensions of Deformable DETR and Grounding DINO: found by their names, and equal to ``grid_sample``."""
+"""The extensions of Deformable DETR and Grounding DINO, beside ``grid_sample``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from attn_plugins import doctor
 from attn_plugins.extensions import ms_deform_attn
 
 SHAPES = torch.tensor([[6, 4], [3, 2], [1, 5]])
@@ -87,63 +86,6 @@ def test_half_precision_and_wrong_shapes():
     torch.testing.assert_close(Attend.apply(*half).double(), by_grid_sample(*exact), rtol=0.1, atol=0.1)
     with pytest.raises(ValueError, match="spatial_shapes must have as many pixels as value has keys, 34"):
         Attend.apply(exact[0][:, 1:], *exact[1:])
-
-
-OURS = "attn_plugins.extensions."
-SERVED = {
-    "MultiScaleDeformableAttention": f"{OURS}ms_deform_attn.ms_deform_attn_backward,ms_deform_attn_forward",
-    "groundingdino._C": f"{OURS}ms_deform_attn.ms_deform_attn_backward,ms_deform_attn_forward",
-    "grounding_dino.groundingdino._C": f"{OURS}ms_deform_attn.ms_deform_attn_backward,ms_deform_attn_forward",
-    "detrex._C": f"{OURS}dcnv3.dcnv3_backward,dcnv3_forward,ms_deform_attn_backward,ms_deform_attn_forward",
-    "DCNv3": f"{OURS}dcnv3.dcnv3_backward,dcnv3_forward",
-    "DCNv4.ext": f"{OURS}dcnv4.dcnv4_backward,dcnv4_forward,flash_deform_attn_backward,flash_deform_attn_forward",
-}
-PACKAGES = "groundingdino", "grounding_dino", "grounding_dino/groundingdino", "detrex", "DCNv4"
-PACKAGE = {f"{name}/__init__.py": "" for name in PACKAGES}
-SHOW = f"""
-import importlib
-for name in {list(SERVED)}:
-    held = vars(importlib.import_module(name))
-    functions = sorted(key for key, value in held.items() if callable(value) and key[0] != "_")
-    print(name, held[functions[0]].__module__ + "." + ",".join(functions))
-"""
-
-
-def test_offered_from_the_import_of_torch_on(python):
-    lines = python(f"import torch\n{SHOW}", packages=PACKAGE).stdout.splitlines()
-    assert dict(line.split() for line in lines) == SERVED
-
-
-def test_offered_by_an_import_where_autoload_is_off(python):
-    off = dict(ATTN_PLUGINS_AUTOLOAD="0")
-    done = python(f"import torch\n{SHOW}", packages=PACKAGE, check=False, **off)
-    assert "No module named 'MultiScaleDeformableAttention'" in done.stderr
-    shown = python(f"import attn_plugins.extensions\n{SHOW}", packages=PACKAGE, **off).stdout
-    assert len(shown.splitlines()) == len(SERVED)
-
-
-def test_compiled_ones_take_precedence(python):
-    compiled = {**PACKAGE, **{f"{name.replace('.', '/')}.py": "x = __file__" for name in SERVED}}
-    shown = "\n".join(f"import {name}; print({name}.x)" for name in SERVED)
-    assert len(python(f"import torch\n{shown}", packages=compiled).stdout.splitlines()) == len(SERVED)
-
-
-def test_broken_ones_are_not_hidden(python):
-    broken = {"MultiScaleDeformableAttention.py": "raise ImportError('undefined symbol')"}
-    result = python(f"import torch\n{SHOW}", packages=broken, check=False)
-    assert result.stderr.splitlines()[-1] == "ImportError: undefined symbol"
-
-
-def test_the_doctor_says_which_serves(monkeypatch, tmp_path, capsys):
-    for file in PACKAGE:
-        (tmp_path / file).parent.mkdir()
-        (tmp_path / file).touch()
-    (tmp_path / "groundingdino/_C.py").touch()
-    monkeypatch.syspath_prepend(tmp_path)
-    doctor._extensions(doctor.Report())
-    compiled, ours = f"compiled, in {tmp_path / 'groundingdino/_C.py'}", "not compiled: attn_plugins stands in"
-    shown = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert shown == {name: compiled if name == "groundingdino._C" else ours for name in SERVED}
 
 
 class Model(torch.nn.Module):

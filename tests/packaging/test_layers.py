@@ -213,7 +213,7 @@ def test_importing_the_package_imports_nothing_heavy(python):
 
 
 def test_messages_name_nothing_that_a_wheel_lacks():
-    """A wheel has no tools/, configs/ or make. Docstrings are for readers of the source and may name them."""
+    """A wheel has no tools/, configs/, docs/ or make. Docstrings are for readers of the source and may name them."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     named = []
     for file in FILES:
@@ -222,5 +222,5 @@ def test_messages_name_nothing_that_a_wheel_lacks():
                       and isinstance(node.body[0], ast.Expr)}  # fmt: skip
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and id(n) not in docstrings]
         named += [(str(file.relative_to(PLUGINS)), text) for text in texts if isinstance(text, str)
-                  and re.search(r"-m tools\.|configs/|\bmake [a-z]+`", text)]  # fmt: skip
+                  and re.search(r"-m tools\.|\b(configs|docs|benchmarks)/|\.md\b|\bmake [a-z]+`", text)]  # fmt: skip
     assert not named
