@@ -166,6 +166,26 @@ def test_gradients_are_added_and_scaled():
     torch.testing.assert_close(results[1], 3 + results[0] / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["DCNv2", "without masks", "with masks"])
+def test_compiled_gradients(name, dtype):
+    """torch.compile traces a function of autograd, and gives no gradient to an output that is a tensor twice."""
+    torch._dynamo.reset()
+    groups = 1 if name == "DCNv2" else 2
+    input, offset, mask, weight, bias = leaves = operands(dtype, (4, 3), groups=groups)
+    if name == "DCNv2":
+        call = lambda *given: DCNv2.apply((2, 2, 1, 1, 1, 1, 2), *given)  # noqa: E731
+    elif name == "without masks":
+        leaves = [input, offset, weight]
+        call = lambda *given: V1.apply(V1_NAMES["detectron2"], ((2, 2), (1, 1), (1, 1)), (2, 2), *given)  # noqa: E731
+    else:
+        call = lambda *given: Modulated.apply(V2_NAMES["detectron2"], (2, 1, 1, 2, 2), *given)  # noqa: E731
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    wanted, found = (torch.autograd.grad(of(*leaves).square().sum(), leaves) for of in (call, compiled))
+    torch.testing.assert_close(found, wanted)
+    assert all(grad.any() for grad in found)
+
+
 def test_offsets_of_zero_have_the_compiled_gradients():
     """At row or column -1, in the padding, compiled functions have none; torchvision has that of the inner side."""
     input, offset, mask, weight, bias = operands(torch.float64, (7, 5), (3, 3), groups=1)
