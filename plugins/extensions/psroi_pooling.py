@@ -55,7 +55,7 @@ def pool(input: Tensor, rois: Tensor, offset: Tensor, bins: Bins) -> tuple[Tenso
         input: (B, O * G * G, H, W): for each output channel, maps for the G x G groups of bins.
         rois: (R, 5) of (image, x1, y1, x2, y2) in pixels of the picture, which are rounded.
         offset: (R, 2 * K, part_size, part_size), (x, y) of K classes of O / K output channels, times ``trans_std`` in
-            units of the region's size; ignored with ``no_trans``.
+            units of the region's size; ignored with ``no_trans``. There may be more than R, as in DCNv2's own test.
         bins: The numbers.
     """
     _check(input, rois, offset, bins)
@@ -119,7 +119,7 @@ def _check(input: Tensor, rois: Tensor, offset: Tensor, bins: Bins) -> None:
     check_rois(input, rois, P, P, bins.spatial_scale)
     check_shape("input", input, "B", O * G * G, "H", "W")
     if not bins.no_trans:
-        check_shape("offset", offset, len(rois), "2 * K", bins.part_size, bins.part_size)
+        check_shape("offset", offset[: len(rois)], len(rois), "2 * K", bins.part_size, bins.part_size)
         check_floats("input", input=input, offset=offset)
         K, odd = divmod(offset.shape[1], 2)
         fits = K and not odd and not O % K
@@ -141,7 +141,7 @@ def _blocks(rois: Tensor, bins: Bins) -> list[slice]:
     """Return blocks of regions, none of which gathers many values at once."""
     values = bins.output_dim * (bins.pooled_size * bins.sample_per_part) ** 2
     size = max(1, BLOCK // values)
-    return [slice(first, first + size) for first in range(0, max(1, len(rois)), size)]
+    return [slice(first, min(first + size, len(rois))) for first in range(0, max(1, len(rois)), size)]
 
 
 def _pool(rois: Tensor, bins: Bins, maps: Tensor, offset: Tensor | None = None) -> tuple[Tensor, Tensor]:
