@@ -168,7 +168,7 @@ class _ExtensionFinder(MetaPathFinder, Loader):
 def _importer_calls(function: str) -> bool:
     """Return True if the code that is importing a module names ``function``, be it in a function of its own."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith((__name__, "importlib")):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith((__name__, "importlib")):
         frame = frame.f_back
     return frame is not None and _names(frame.f_code, function)
 
