@@ -67,21 +67,23 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "str border, float scale) -> ()");
   // Kernels of attn_plugins::deformable_attention. Locations are (B, Q, M, P, 2) and weights (B, Q, M, P),
   // where P may be several axes, of the value's dtype or another; shapes holds the rows and columns of every
-  // level, and points the number of the P samples on each level. Gradients that are not needed are returned
-  // as empty tensors.
+  // level, and points the number of the P samples on each level. A location that is not finite reads NaN with
+  // propagates_nan, else 0. Gradients that are not needed are returned as empty tensors.
   m.def(
       "deformable_attention_forward_kernel(Tensor value, Tensor locations, Tensor weights, int[] shapes, "
-      "int[] points) -> Tensor");
+      "int[] points, bool propagates_nan) -> Tensor");
   m.def(
       "deformable_attention_backward_kernel(Tensor grad_output, Tensor value, Tensor locations, Tensor "
       "weights, "
-      "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
+      "int[] shapes, int[] points, bool propagates_nan, bool needs_value, bool needs_locations, bool "
+      "needs_weights) "
       "-> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
   // CUDA's backward with gradients whose bits are equal in every run; no float64.
   m.def(
       "deformable_attention_deterministic_backward_kernel(Tensor grad_output, Tensor value, Tensor "
       "locations, "
-      "Tensor weights, int[] shapes, int[] points, bool needs_value, bool needs_locations, "
+      "Tensor weights, int[] shapes, int[] points, bool propagates_nan, bool needs_value, bool "
+      "needs_locations, "
       "bool needs_weights) -> (Tensor grad_value, Tensor grad_locations, Tensor grad_weights)");
   // Copies of maps between memory formats: addend + scale * the transposes of (N, rows, columns), scale
   // having one element.

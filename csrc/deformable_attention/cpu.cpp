@@ -45,13 +45,14 @@ struct Problem {
   // With several heads, a head's rows are not contiguous; gathering from them then costs more than packing
   // them once, if there are enough samples.
   bool packs;
+  bool propagates_nan;  // a location that is not finite reads NaN, as by grid_sample on CPUs, instead of 0
   E* output = nullptr;
   const E* grad_output = nullptr;
   T* grad_value = nullptr;
   L *grad_locations = nullptr, *grad_weights = nullptr;
 
   Problem(const Tensor& values, const Tensor& locations, const Tensor& weights,
-          const std::vector<int64_t>& shapes, const std::vector<int64_t>& points)
+          const std::vector<int64_t>& shapes, const std::vector<int64_t>& points, bool propagates_nan_)
       : value(values),
         locations(static_cast<const L*>(locations.data_ptr())),
         weights(static_cast<const L*>(weights.data_ptr())),
@@ -63,7 +64,8 @@ struct Problem {
         Q(weights.size(1)),
         P(weights.size(3)),
         blocks((Q + BLOCK - 1) / BLOCK),
-        packs(M > 1 && Q * P >= 4 * S) {}
+        packs(M > 1 && Q * P >= 4 * S),
+        propagates_nan(propagates_nan_) {}
 };
 
 #define KERNEL "deformable_attention/cpu_kernel.h"
@@ -71,8 +73,8 @@ struct Problem {
 
 template <typename T, typename E, typename L>
 void forward(const Tensor& value, const Tensor& locations, const Tensor& weights, const Tensor& output,
-             const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
-  Problem<T, E, L> p(value, locations, weights, shapes, points);
+             const std::vector<int64_t>& shapes, const std::vector<int64_t>& points, bool propagates_nan) {
+  Problem<T, E, L> p(value, locations, weights, shapes, points, propagates_nan);
   p.output = static_cast<E*>(output.data_ptr());
   using Range = void (*)(const Problem<T, E, L>&, int64_t, int64_t);
   const Range range = BEST(Range, forward_range);
@@ -88,8 +90,8 @@ T* data_or_null(const Tensor& tensor) {
 template <typename T, typename E, typename L>
 void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations, const Tensor& weights,
               const Tensor& grad_value, const Tensor& grad_locations, const Tensor& grad_weights,
-              const std::vector<int64_t>& shapes, const std::vector<int64_t>& points) {
-  Problem<T, E, L> p(value, locations, weights, shapes, points);
+              const std::vector<int64_t>& shapes, const std::vector<int64_t>& points, bool propagates_nan) {
+  Problem<T, E, L> p(value, locations, weights, shapes, points, propagates_nan);
   p.grad_output = static_cast<const E*>(grad_output.data_ptr());
   p.grad_value = data_or_null<T>(grad_value);
   p.grad_locations = data_or_null<L>(grad_locations);

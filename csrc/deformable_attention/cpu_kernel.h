@@ -14,7 +14,19 @@ class Samples {
 
   // Computes rows and weights. A corner's weight is its bilinear weight, (1 - dy) (1 - dx) for the first,
   // times the attention weight.
-  template <typename L>
+  template <typename E, typename L>
+  ATTN_INLINE void locate(const Problem<T, E, L>& p, int64_t at) {
+    const L *locations = p.locations + at * p.P * 2, *weights = p.weights + at * p.P;
+    if (p.propagates_nan) return locate<true>(p.levels, locations, weights);
+    locate<false>(p.levels, locations, weights);
+  }
+
+  ATTN_INLINE int64_t row(int corner, int64_t p) const { return rows_[corner * points_ + p]; }
+  ATTN_INLINE T weight(int corner, int64_t p) const { return numbers_[(2 + corner) * points_ + p]; }
+  ATTN_INLINE T* products(int corner) { return numbers_.data() + (6 + corner) * points_; }
+
+ private:
+  template <bool PROPAGATES_NAN, typename L>
   ATTN_INLINE void locate(const Levels<T>& levels, const L* locations, const L* weights) {
     T* __restrict w = corner_weights();
     int64_t* __restrict row = rows_.data();
@@ -28,7 +40,9 @@ class Samples {
       const bool inside = (y >= T(-1)) & (y < height) & (x >= T(-1)) & (x < width);
       const T yi = inside ? y : T(-1), xi = inside ? x : T(-1);
       const T y0 = std::floor(yi), x0 = std::floor(xi);
-      const T b = yi - y0, r = xi - x0, a = T(weights[p]);
+      const T a = T(weights[p]);
+      T b = yi - y0, r = xi - x0;
+      if constexpr (PROPAGATES_NAN) b += y * T(0), r += x * T(0);  // NaN if not finite
       const bool top = y0 >= T(0), bottom = inside & (y0 + 1 < height);
       const bool left = x0 >= T(0), right = inside & (x0 + 1 < width);
       const int64_t at = levels.start[p] + int64_t(y0) * int64_t(width) + int64_t(x0);
@@ -42,11 +56,6 @@ class Samples {
     }
   }
 
-  ATTN_INLINE int64_t row(int corner, int64_t p) const { return rows_[corner * points_ + p]; }
-  ATTN_INLINE T weight(int corner, int64_t p) const { return numbers_[(2 + corner) * points_ + p]; }
-  ATTN_INLINE T* products(int corner) { return numbers_.data() + (6 + corner) * points_; }
-
- private:
   T* corner_weights() { return numbers_.data() + 2 * points_; }
 
   int64_t points_;
@@ -153,7 +162,7 @@ void forward_range(const Problem<T, E, L>& p, int64_t begin, int64_t end) {
     const Rows<E> values = head.of(b, m);
     for (int64_t q = block * BLOCK; q < std::min(p.Q, (block + 1) * BLOCK); ++q) {
       const int64_t at = (b * p.Q + q) * p.M + m;
-      samples.locate(p.levels, p.locations + at * p.P * 2, p.weights + at * p.P);
+      samples.locate(p, at);
       E* output = head.width() == p.d ? p.output + at * p.d : row.data();
       int64_t c = 0;
       for (; c + 2 * lanes <= head.width(); c += 2 * lanes) mix<2>(samples, p.P, values, c, output + c);
@@ -193,6 +202,14 @@ ATTN_INLINE void spread(Samples<T>& samples, int64_t points, const Rows<E>& valu
   }
 }
 
+// Returns 0, or NaN if one of the numbers is not finite.
+template <typename T, typename E>
+ATTN_INLINE T product_with_zeros(const E* numbers, int64_t width) {
+  typename Vector<T>::type sum = {};
+  for (int64_t c = 0; c < width; c += Vector<T>::lanes) sum += T(0) * load<T>(numbers + c);
+  return sum_of_lanes<T>(sum);
+}
+
 // A task is a whole head, so that the order of summation does not depend on the number of threads.
 template <typename T, typename E, typename L>
 void backward_range(const Problem<T, E, L>& p, int64_t begin, int64_t end) {
@@ -211,10 +228,12 @@ void backward_range(const Problem<T, E, L>& p, int64_t begin, int64_t end) {
     for (int64_t s = 0; sums && s < p.S; ++s) std::fill_n(sums + s * stride, p.d, T(0));
     for (int64_t q = 0; q < p.Q; ++q) {
       const int64_t at = (b * p.Q + q) * p.M + m;
-      samples.locate(p.levels, p.locations + at * p.P * 2, p.weights + at * p.P);
+      samples.locate(p, at);
       const E* gradient = p.grad_output + at * p.d;
       if (head.width() != p.d) gradient = std::copy_n(gradient, p.d, row.data()) - p.d;
-      std::fill_n(samples.products(0), 4 * p.P, T(0));
+      // Corners outside the map read zeros, whose product with a gradient that is not finite is NaN.
+      const T outside = p.propagates_nan ? product_with_zeros<T>(gradient, head.width()) : T(0);
+      std::fill_n(samples.products(0), 4 * p.P, outside);
       int64_t c = 0;
       for (; c + 2 * lanes <= head.width(); c += 2 * lanes) {
         spread<2>(samples, p.P, values, gradient, c, sums, stride);

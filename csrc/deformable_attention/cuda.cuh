@@ -63,8 +63,13 @@ __device__ __forceinline__ const AttentionLevel& locate(const AttentionProblem& 
   while (level + 1 < p.levels && point >= p.level[level].last_point) ++level;
   const AttentionLevel& found = p.level[level];
   const A x = widen(__ldg(locations + 2 * point)), y = widen(__ldg(locations + 2 * point + 1));
-  *sample =
-      sample_at<A>(y * A(found.height) - A(0.5), x * A(found.width) - A(0.5), found.height, found.width);
+  const A row = y * A(found.height) - A(0.5), column = x * A(found.width) - A(0.5);
+  *sample = sample_at<A>(row, column, found.height, found.width);
+  if (p.propagates_nan && !sample->inside) {
+    sample->dy = row - row;  // NaN if not finite, else 0
+    sample->dx = column - column;
+    sample->outside = sample->dy + sample->dx;
+  }
   return found;
 }
 
@@ -277,13 +282,13 @@ struct AttentionKernels {
 
   static void forward(const Tensor& value, const Tensor& locations, const Tensor& weights,
                       const Tensor& output, const std::vector<int64_t>& shapes,
-                      const std::vector<int64_t>& points) {
+                      const std::vector<int64_t>& points, bool propagates_nan) {
     for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
       using L = decltype(location);
       for_width<T>({value.size(3)}, {value.data_ptr(), output.data_ptr()}, [&](auto, auto width) {
         constexpr int N = decltype(width)::value;
-        const auto p = attention_problem(value, weights, shapes, points, N, true);
+        const auto p = attention_problem(value, weights, shapes, points, propagates_nan, N, true);
         launch(attend_kernel<T, L, N>, attention_blocks(p), p, data_of<const T>(value),
                data_of<const L>(locations), data_of<const L>(weights), data_of<T>(output));
       });
@@ -294,7 +299,7 @@ struct AttentionKernels {
   static void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations,
                        const Tensor& weights, const Tensor& grad_value, const Tensor& grad_locations,
                        const Tensor& grad_weights, const std::vector<int64_t>& shapes,
-                       const std::vector<int64_t>& points) {
+                       const std::vector<int64_t>& points, bool propagates_nan) {
     for_attention_types(value, locations, [&](auto type, auto location) {
       using T = decltype(type);
       using L = decltype(location);
@@ -302,7 +307,7 @@ struct AttentionKernels {
           data_of<accumulate_t<T>>(grad_value), data_of<L>(grad_locations), data_of<L>(grad_weights), {}};
       const auto run = [&](auto, auto width) {
         constexpr int N = decltype(width)::value;
-        const auto p = attention_problem(value, weights, shapes, points, N, false);
+        const auto p = attention_problem(value, weights, shapes, points, propagates_nan, N, false);
         launch(attend_backward_kernel<T, L, N, accumulate_t<T>>, attention_blocks(p), p,
                data_of<const T>(grad_output), data_of<const T>(value), data_of<const L>(locations),
                data_of<const L>(weights), grads);
@@ -324,10 +329,10 @@ struct DeterministicAttentionKernels : AttentionKernels {
   static void backward(const Tensor& grad_output, const Tensor& value, const Tensor& locations,
                        const Tensor& weights, const Tensor& grad_value, const Tensor& grad_locations,
                        const Tensor& grad_weights, const std::vector<int64_t>& shapes,
-                       const std::vector<int64_t>& points) {
+                       const std::vector<int64_t>& points, bool propagates_nan) {
     if (!grad_value.defined()) {  // the other gradients are sums within a team, in a fixed order
       return AttentionKernels::backward(grad_output, value, locations, weights, grad_value, grad_locations,
-                                        grad_weights, shapes, points);
+                                        grad_weights, shapes, points, propagates_nan);
     }
     const FixedSums sums(value, weights.size(1) * *std::ranges::max_element(points));
     for_attention_types(value, locations, [&](auto type, auto location) {
@@ -339,14 +344,14 @@ struct DeterministicAttentionKernels : AttentionKernels {
         sums.begin<L, T>(weights, grad_output);
         const AttentionGradients<Fixed, L> grads{sums.data(), data_of<L>(grad_locations),
                                                  data_of<L>(grad_weights), sums.scale};
-        for_atomic_width<T>({value.size(3)}, {value.data_ptr(), grad_output.data_ptr()},
-                            [&](auto, auto width) {
-                              constexpr int N = decltype(width)::value;
-                              const auto p = attention_problem(value, weights, shapes, points, N, false);
-                              launch(attend_backward_kernel<T, L, N, Fixed>, attention_blocks(p), p,
-                                     data_of<const T>(grad_output), data_of<const T>(value),
-                                     data_of<const L>(locations), data_of<const L>(weights), grads);
-                            });
+        for_atomic_width<T>(
+            {value.size(3)}, {value.data_ptr(), grad_output.data_ptr()}, [&](auto, auto width) {
+              constexpr int N = decltype(width)::value;
+              const auto p = attention_problem(value, weights, shapes, points, propagates_nan, N, false);
+              launch(attend_backward_kernel<T, L, N, Fixed>, attention_blocks(p), p,
+                     data_of<const T>(grad_output), data_of<const T>(value), data_of<const L>(locations),
+                     data_of<const L>(weights), grads);
+            });
         sums.end<T>(grad_value);
       }
     });

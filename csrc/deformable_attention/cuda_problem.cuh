@@ -21,6 +21,7 @@ struct AttentionProblem {
   int64_t teams, S;  // teams: B * Q * M * slices
   int M, d, P, levels;
   int lanes_log2;
+  bool propagates_nan;  // a location that is not finite reads NaN, as by grid_sample on CPUs, instead of 0
   Divisor slices, heads, queries;  // by the slices of a head's channels (1 in the backward), by M and by Q
   AttentionLevel level[kMostLevels];
 };
@@ -31,7 +32,8 @@ namespace {
 // thread.
 inline AttentionProblem attention_problem(const Tensor& value, const Tensor& weights,
                                           const std::vector<int64_t>& shapes,
-                                          const std::vector<int64_t>& points, int vector, bool forward) {
+                                          const std::vector<int64_t>& points, bool propagates_nan, int vector,
+                                          bool forward) {
   constexpr int64_t limit = std::numeric_limits<int32_t>::max();
   const int64_t M = value.size(2), d = value.size(3), Q = weights.size(1), P = weights.size(3);
   AttentionProblem p{};
@@ -41,6 +43,7 @@ inline AttentionProblem attention_problem(const Tensor& value, const Tensor& wei
   if (!forward) p.lanes_log2 = std::max(p.lanes_log2, 2);  // sum_over_team needs 4 lanes
   p.S = value.size(1), p.M = static_cast<int>(M), p.d = static_cast<int>(d), p.P = static_cast<int>(P);
   p.levels = static_cast<int>(points.size());
+  p.propagates_nan = propagates_nan;
   p.teams = value.size(0) * Q * M * slices;
   STD_TORCH_CHECK(points.size() <= kMostLevels && p.teams < limit && M * d <= limit / 8 && P < limit / 2 &&
                       p.S < limit && *std::ranges::max_element(shapes) < limit,

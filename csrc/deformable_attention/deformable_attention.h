@@ -20,9 +20,9 @@ inline ScalarType sum_type(const Tensor& t) {
 //       value, or a copy whose strides kernels take
 //   static Tensor sums_of(value)
 //       memory for the value's gradient, of dtype sum_type
-//   static void forward(value, locations, weights, output, shapes, points)
+//   static void forward(value, locations, weights, output, shapes, points, propagates_nan)
 //   static void backward(grad_output, value, locations, weights, grad_value, grad_locations, grad_weights,
-//                        shapes, points)
+//                        shapes, points, propagates_nan)
 //       gradients that are not needed are undefined
 // Locations and weights, and their gradients, are contiguous and both of dtype compute_type or sum_type;
 // weights are (B, Q, M, P).
@@ -48,11 +48,13 @@ struct __attribute__((visibility("hidden"))) AttentionOperands {
 
 template <class Kernels>
 Tensor deformable_attention_driver(const Tensor& value, const Tensor& locations, const Tensor& weights,
-                                   std::vector<int64_t> shapes, std::vector<int64_t> points) {
+                                   std::vector<int64_t> shapes, std::vector<int64_t> points,
+                                   bool propagates_nan) {
   const AttentionOperands<Kernels> of(value, locations, weights);
   const Tensor output =
       empty_like_options(of.value, {value.size(0), weights.size(1), value.size(2) * value.size(3)});
-  if (output.numel() > 0) Kernels::forward(of.value, of.locations, of.weights, output, shapes, points);
+  if (output.numel() > 0)
+    Kernels::forward(of.value, of.locations, of.weights, output, shapes, points, propagates_nan);
   return to_dtype(output, value.scalar_type());
 }
 
@@ -60,8 +62,8 @@ Tensor deformable_attention_driver(const Tensor& value, const Tensor& locations,
 template <class Kernels>
 std::tuple<Tensor, Tensor, Tensor> deformable_attention_backward_driver(
     const Tensor& grad_output, const Tensor& value, const Tensor& locations, const Tensor& weights,
-    std::vector<int64_t> shapes, std::vector<int64_t> points, bool needs_value, bool needs_locations,
-    bool needs_weights) {
+    std::vector<int64_t> shapes, std::vector<int64_t> points, bool propagates_nan, bool needs_value,
+    bool needs_locations, bool needs_weights) {
   const AttentionOperands<Kernels> of(value, locations, weights);
   const Tensor gradient = as_contiguous(to_dtype(grad_output, of.value.scalar_type()));
   const Tensor grad_value = needs_value ? Kernels::sums_of(of.value) : Tensor();
@@ -69,7 +71,7 @@ std::tuple<Tensor, Tensor, Tensor> deformable_attention_backward_driver(
       needs_locations ? empty_like_options(of.locations, sizes_of(locations)) : Tensor();
   const Tensor grad_weights = needs_weights ? empty_like_options(of.weights, sizes_of(weights)) : Tensor();
   Kernels::backward(gradient, of.value, of.locations, of.weights, grad_value, grad_locations, grad_weights,
-                    shapes, points);
+                    shapes, points, propagates_nan);
   const auto result = [](const Tensor& grad, const Tensor& term) {
     return grad.defined() ? to_dtype(grad, term.scalar_type()) : empty_like_options(term, {0});
   };

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..ops import deformable_attention
+from ..ops.deformable_attention.deformable_attention import policy_of_grid_sample
 from ..ops.deformable_attention.without_autograd import cast, gradients
 
 
@@ -52,7 +53,8 @@ class Window(NamedTuple):
             offset: (B, H', W', G, K, 2) of (x, y). Points are in columns: the kernel's first column comes first.
             mask: (B, H', W', G, K).
         """
-        sums = deformable_attention(*self._operands(input, offset, mask))
+        operands = self._operands(input, offset, mask)
+        sums = deformable_attention(*operands, nan_policy=policy_of_grid_sample(input))
         return cast(sums, input.dtype).view(*offset.shape[:3], input.shape[3])
 
     def sample_gradients(self, grad_output: Tensor, input: Tensor, offset: Tensor, mask: Tensor) -> list[Tensor]:

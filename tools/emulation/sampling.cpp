@@ -57,16 +57,16 @@ STABLE_TORCH_LIBRARY(attn_plugins_emulated, m) {
       "bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) -> (Tensor, Tensor, Tensor, "
       "Tensor, Tensor)");
   m.def(
-      "deformable_attention(Tensor value, Tensor locations, Tensor weights, int[] shapes, int[] points) -> "
-      "Tensor");
+      "deformable_attention(Tensor value, Tensor locations, Tensor weights, int[] shapes, int[] points, "
+      "bool propagates_nan) -> Tensor");
   m.def(
       "deformable_attention_backward(Tensor grad_output, Tensor value, Tensor locations, Tensor weights, "
-      "int[] shapes, int[] points, bool needs_value, bool needs_locations, bool needs_weights) "
-      "-> (Tensor, Tensor, Tensor)");
+      "int[] shapes, int[] points, bool propagates_nan, bool needs_value, bool needs_locations, bool "
+      "needs_weights) -> (Tensor, Tensor, Tensor)");
   m.def(
       "deformable_attention_deterministic_backward(Tensor grad_output, Tensor value, Tensor locations, "
-      "Tensor weights, int[] shapes, int[] points, bool needs_value, bool needs_locations, "
-      "bool needs_weights) -> (Tensor, Tensor, Tensor)");
+      "Tensor weights, int[] shapes, int[] points, bool propagates_nan, bool needs_value, "
+      "bool needs_locations, bool needs_weights) -> (Tensor, Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attn_plugins_emulated, CPU, m) {

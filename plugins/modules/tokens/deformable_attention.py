@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...ops import deformable_attention
 from ...ops.common.arguments import broadcasts
 from ...ops.common.axes import unflatten
-from ...ops.deformable_attention.deformable_attention import shapes_on_host
+from ...ops.deformable_attention.deformable_attention import policy_of_grid_sample, shapes_on_host
 from ...terms.saliency import sampled_saliency
 from ..common.checks import check_fits, check_heads, check_padding_mask, check_tensor, positive
 
@@ -105,7 +105,8 @@ class SampledAttention(nn.Module):
         locations, weights = SampledAttention.samples(
             self, query, value, key_padding_mask, reference_points, spatial_shapes
         )
-        output = deformable_attention(unflatten(values, 2, (M, -1)), shapes, locations, weights)
+        policy = policy_of_grid_sample(values)
+        output = deformable_attention(unflatten(values, 2, (M, -1)), shapes, locations, weights, nan_policy=policy)
         output = self.output_proj(output)
         if not self.batch_first:
             output = output.transpose(0, 1)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def bilinear_samples(input: Tensor, y: Tensor, x: Tensor) -> Tensor:
+def bilinear_samples(input: Tensor, y: Tensor, x: Tensor, zero_beyond: bool = True) -> Tensor:
     """Sample feature maps at fractional positions, with zeros outside the map and NaN at a NaN position.
 
     The value at (y, x) is the sum over pixels k of G(k, (y, x)) * input[k], with G(a, b) = g(a_y, b_y) * g(a_x, b_x)
@@ -16,6 +16,8 @@ def bilinear_samples(input: Tensor, y: Tensor, x: Tensor) -> Tensor:
         input: (B, C, H, W).
         y: (B, *S), the row of each sample.
         x: (B, *S), the column of each sample.
+        zero_beyond: Whether a sample beside the map is 0 even if its row or column is NaN or infinite. Without, it is
+            NaN then.
 
     Returns:
         (B, *S, C).
@@ -34,5 +36,7 @@ def bilinear_samples(input: Tensor, y: Tensor, x: Tensor) -> Tensor:
             values = pixels.index_select(0, index.flatten()).view(*y.shape, C)
             values = torch.where(exists.unsqueeze(-1), values, 0)  # 0 even if pixel 0, read in its place, is inf
             total = total + values * weight.unsqueeze(-1)
+    if not zero_beyond:
+        return total
     beyond = (y < -1) | (y >= H) | (x < -1) | (x >= W)
     return total.masked_fill((beyond & (dy + dx).isnan()).unsqueeze(-1), 0)  # infinite y or x

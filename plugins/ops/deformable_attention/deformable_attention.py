@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ from ..common.operator import Operator
 from . import cpu, cuda, eager, onnx, reference, triton
 from .operands import Options, Terms
 
+NanPolicy = Literal["zero", "propagate"]
+
 
 def deformable_attention(
     value: Tensor,
@@ -34,6 +36,8 @@ def deformable_attention(
     sampling_locations: Tensor,
     attention_weights: Tensor,
     points: Sequence[int] | None = None,
+    *,
+    nan_policy: NanPolicy = "zero",
 ) -> Tensor:
     """Compute multi-scale deformable attention (Zhu et al. 2021, Eq. 3), without its projections.
 
@@ -42,9 +46,8 @@ def deformable_attention(
         output[b, q, m] = sum_lk attention_weights[b, q, m, l, k] * value_l(sampling_locations[b, q, m, l, k])
 
     where ``value_l`` is interpolated bilinearly at (x, y) and is 0 outside the map. Pixel i of W spans x = i / W to
-    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. A NaN location reads 0, as in mmcv's
-    kernels. At pixel centres, where the interpolation has a kink, the derivative is the one-sided derivative to the
-    right.
+    (i + 1) / W, as in ``torch.nn.functional.grid_sample(align_corners=False)``. At pixel centres, where the
+    interpolation has a kink, the derivative is the one-sided derivative to the right.
 
     Locations and weights have the value's dtype. They may be float32 if the value is in half precision or under
     autocast, which casts only the value. Interpolation and sums are computed in float32, or in float64 for float64
@@ -61,14 +64,19 @@ def deformable_attention(
         sampling_locations: (B, Q, M, L, K, 2) as (x, y), from 0 to 1 on the map; (B, Q, M, P, 2) with ``points``.
         attention_weights: (B, Q, M, L, K); (B, Q, M, P) with ``points``. They need not sum to 1.
         points: How many of the P points lie on each level, if levels differ; None if each has K.
+        nan_policy: What a location reads whose x or y is NaN or infinite. ``'zero'``: 0, as in mmcv's kernels and in
+            ``grid_sample`` on CUDA. ``'propagate'``: NaN, as in ``grid_sample`` on CPUs, so that the output is NaN,
+            and so are the gradients of its weight and of the other coordinate; the value gets none from it.
 
     Returns:
         (B, Q, M * d), in the value's dtype.
 
     Raises:
-        ValueError: a shape or a device does not match.
+        ValueError: a shape or a device does not match, or ``nan_policy`` is unknown.
         TypeError: an argument is not a Tensor or has an unsupported dtype.
     """
+    if nan_policy not in get_args(NanPolicy):
+        raise ValueError(f"nan_policy must be one of {', '.join(get_args(NanPolicy))}, got {nan_policy!r}")
     check_tensors("value", value=value)
     check_dim("value", value, "(B, S, M, d)")
     _check_matches("sampling_locations", sampling_locations, value)
@@ -103,7 +111,17 @@ def deformable_attention(
             f"got {tuple(sampling_locations.shape)}"
         )
     sizes: list[Any] = [size for shape in shapes for size in shape]  # symbols while tracing
-    return ATTEND(Terms(value, sampling_locations, attention_weights), Options(sizes, list(counts)))
+    return ATTEND(
+        Terms(value, sampling_locations, attention_weights), Options(sizes, list(counts), nan_policy == "propagate")
+    )
+
+
+def policy_of_grid_sample(tensor: Tensor) -> NanPolicy:
+    """Return what ``grid_sample`` does on a tensor's device: it propagates NaN on CPUs alone.
+
+    Layers of other packages compute deformable attention by ``grid_sample`` on CPUs, and by kernels or by it on CUDA.
+    """
+    return "propagate" if tensor.device.type == "cpu" else "zero"
 
 
 def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:

@@ -17,10 +17,14 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Rows and columns of the levels that make up the S values, and how many of the P points sample each."""
+    """Rows and columns of the levels that make up the S values, and how many of the P points sample each.
+
+    ``propagates_nan``: locations that are not finite read NaN, not 0.
+    """
 
     shapes: Sequence[SymInt]
     points: Sequence[int]
+    propagates_nan: bool = False
 
     def levels(self) -> list[tuple[Any, Any, int]]:
         """Return rows, columns and number of points of every level."""

@@ -25,9 +25,10 @@ def deformable_attention(terms: Terms, options: Options) -> Tensor:
         # Pixel i spans [i / W, (i + 1) / W], so its centre is at (i + 1/2) / W.
         x = (locations[..., points, 0] * W - 0.5).reshape(B * M, Q, count)
         y = (locations[..., points, 1] * H - 0.5).reshape(B * M, Q, count)
-        inside = (y >= -1) & (y < H) & (x >= -1) & (x < W)  # not NaN, which reads 0 as in mmcv's kernels
-        y, x = torch.where(inside, y, -2), torch.where(inside, x, -2)
-        samples = bilinear_samples(maps, y, x).view(B, M, Q, count, d)
+        if not options.propagates_nan:
+            inside = (y >= -1) & (y < H) & (x >= -1) & (x < W)  # not NaN, which reads 0 as in mmcv's kernels
+            y, x = torch.where(inside, y, -2), torch.where(inside, x, -2)
+        samples = bilinear_samples(maps, y, x, zero_beyond=False).view(B, M, Q, count, d)
         output = output + torch.einsum("bmqp,bmqpd->bmqd", weights[..., points], samples)
         point += count
     return output.transpose(1, 2).reshape(B, Q, M * d).to(dtype)

@@ -63,7 +63,8 @@ def _launches(terms: Terms, options: Options, block: Block) -> Iterator[tuple[di
             rows, columns, count = some[n] if n < len(some) else (None, None, None)
             arguments |= {f"rows_{n}": rows, f"columns_{n}": columns, f"points_{n}": count}
         yield arguments, dict(
-            D=d, BLOCK_D=width, QUERIES=block.size // width, LEVELS=len(some), num_warps=block.warps
+            D=d, BLOCK_D=width, QUERIES=block.size // width, LEVELS=len(some), PROPAGATES_NAN=options.propagates_nan,
+            num_warps=block.warps,
         )  # fmt: skip
         pixels += sum(rows * columns for rows, columns, _ in some)
         points += sum(count for _, _, count in some)

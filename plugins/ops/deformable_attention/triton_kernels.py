@@ -52,16 +52,16 @@ def _place(M, Q, D: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _located(locations, point, there, rows, columns):
+def _located(locations, point, there, rows, columns, PROPAGATES_NAN: tl.constexpr):
     """Return row and column of the upper left pixel of samples, both -2 where none is read, and the fractions."""
     x = tl.load(locations + 2 * point, mask=there, other=0.0).to(tl.float32) * columns - 0.5
     y = tl.load(locations + 2 * point + 1, mask=there, other=0.0).to(tl.float32) * rows - 0.5
     inside = there & (y >= -1.0) & (y < rows) & (x >= -1.0) & (x < columns)  # not NaN
-    y = tl.where(inside, y, -2.0)
-    x = tl.where(inside, x, -2.0)
-    row = tl.floor(y)
-    column = tl.floor(x)
-    return row.to(tl.int32), column.to(tl.int32), y - row, x - column
+    row = tl.floor(tl.where(inside, y, -2.0))
+    column = tl.floor(tl.where(inside, x, -2.0))
+    down = tl.where(inside, y - row, y - y if PROPAGATES_NAN else 0.0)  # NaN if not finite, else 0
+    right = tl.where(inside, x - column, x - x if PROPAGATES_NAN else 0.0)
+    return row.to(tl.int32), column.to(tl.int32), down, right
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def attend(
     columns_0, columns_1, columns_2, columns_3, columns_4, columns_5, columns_6, columns_7,
     points_0, points_1, points_2, points_3, points_4, points_5, points_6, points_7,
     D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, PARTS: tl.constexpr,
-    LEVELS: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
+    LEVELS: tl.constexpr, PROPAGATES_NAN: tl.constexpr, UNROLL: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """Write the sum of weighted samples of some levels; ``ADD`` adds it to what is there."""
     b, m, first, part = _place(M, Q, D, QUERIES, PARTS)
@@ -108,7 +108,7 @@ def attend(
         for n in range(0, count, UNROLL):
             for step in tl.static_range(UNROLL):
                 point = query * (M * P) + points + n + step
-                row, column, down, right = _located(locations, point, there, rows, columns)
+                row, column, down, right = _located(locations, point, there, rows, columns, PROPAGATES_NAN)
                 weight = tl.load(weights + point, mask=there, other=0.0).to(tl.float32)
                 for i in tl.static_range(4):
                     at, some = _corner(
@@ -132,6 +132,7 @@ def gradients(
     columns_0, columns_1, columns_2, columns_3, columns_4, columns_5, columns_6, columns_7,
     points_0, points_1, points_2, points_3, points_4, points_5, points_6, points_7,
     D: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, LEVELS: tl.constexpr,
+    PROPAGATES_NAN: tl.constexpr,
 ):  # fmt: skip
     """Gradients by the points of some levels, None where not wanted, from that of the output.
 
@@ -160,7 +161,7 @@ def gradients(
         count = _of_level(level, points_0, points_1, points_2, points_3, points_4, points_5, points_6, points_7)
         for n in range(0, count):
             point = query * (M * P) + points + n
-            row, column, down, right = _located(locations, point, there, rows, columns)
+            row, column, down, right = _located(locations, point, there, rows, columns, PROPAGATES_NAN)
             weight = tl.load(weights + point, mask=there, other=0.0).to(tl.float32)
             upper_left = tl.zeros((QUERIES,), tl.float32)
             upper_right = tl.zeros((QUERIES,), tl.float32)

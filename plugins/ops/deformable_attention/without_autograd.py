@@ -2,6 +2,9 @@
 
 Operands may have several dtypes: DINO, for example, converts values and locations to float32 and leaves the weights in
 float16. They are computed in the widest of them, in at least float32; results have the dtypes of their operands.
+
+Locations that are not finite read 0 on CUDA, as in compiled extensions, and NaN on CPUs, where these have no kernels
+and projects call ``grid_sample``.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .deformable_attention import ATTEND, deformable_attention, shapes_on_host
+from .deformable_attention import ATTEND, deformable_attention, policy_of_grid_sample, shapes_on_host
 from .operands import Options, Terms
 
 
@@ -38,7 +41,8 @@ def cast(output: Tensor, dtype: torch.dtype) -> Tensor:
 def attend(value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor) -> Tensor:
     """Return the output of ``deformable_attention`` in the value's dtype."""
     wide, locations, weights = _together(value, sampling_locations, attention_weights)
-    return cast(deformable_attention(wide, spatial_shapes, locations, weights), value.dtype)
+    policy = policy_of_grid_sample(value)
+    return cast(deformable_attention(wide, spatial_shapes, locations, weights, nan_policy=policy), value.dtype)
 
 
 def gradients(
@@ -50,7 +54,8 @@ def gradients(
     value, locations, weights = _together(*targets)
     terms = Terms(value, locations.reshape(B, Q, M, L * K, 2), weights.reshape(B, Q, M, L * K))
     sizes: list[Any] = [size for shape in shapes_on_host(spatial_shapes) for size in shape]
-    computed = ATTEND.gradients(grad_output.to(value.dtype), terms, Options(sizes, [K] * L), [True] * 3)
+    options = Options(sizes, [K] * L, policy_of_grid_sample(value) == "propagate")
+    computed = ATTEND.gradients(grad_output.to(value.dtype), terms, options, [True] * 3)
     return [cast(grad, to.dtype).view_as(to) for grad, to in zip(computed, targets) if grad is not None]
 
 
