@@ -19,6 +19,7 @@ from torch import Tensor
 from ..ops import deformable_attention
 from ..ops.common.arguments import FLOATS, autocast_dtype
 from ..ops.common.gradients import traced
+from ..ops.deformable_attention.deformable_attention import policy_of_grid_sample
 
 Stock = Callable[..., Tensor]
 
@@ -119,12 +120,13 @@ def _attend(
     value: Tensor, shapes: Any, locations: Tensor, weights: Tensor, points: Sequence[int] | None = None
 ) -> Tensor:
     """Compute deformable attention in the dtype of ``grid_sample`` times ``weights``, also under autocast."""
-    device = value.device.type
+    device, policy = value.device.type, policy_of_grid_sample(value)
     dtype = torch.promote_types(torch.promote_types(value.dtype, locations.dtype), weights.dtype)
     if autocast_dtype(device) is None:
         value, locations, weights = (tensor.to(dtype) for tensor in (value, locations, weights))
-        return deformable_attention(value, shapes, locations, weights, points)
+        return deformable_attention(value, shapes, locations, weights, points, nan_policy=policy)
     if device == "cpu":  # grid_sample is computed in float32 there, and in the widest dtype of its inputs elsewhere
         dtype = torch.promote_types(dtype, torch.float32)
     with torch.autocast(device, enabled=False):
-        return deformable_attention(value.to(dtype), shapes, locations.to(dtype), weights.to(dtype), points)
+        value, locations, weights = (tensor.to(dtype) for tensor in (value, locations, weights))
+        return deformable_attention(value, shapes, locations, weights, points, nan_policy=policy)
