@@ -166,6 +166,8 @@ class MultiScaleDeformableAttention(SampledAttention):
     query, where u·key is a linear map of ``value`` for each head. Its ``gate`` (M) is initially 0, and a checkpoint
     without these parameters loads strictly.
 
+    NaN and infinite offsets give NaN on CPUs and read 0 on CUDA, as in mmcv's layer.
+
     Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of the same name. The class in
     Deformable DETR's code has the same keys and is always ``batch_first``.
 

@@ -169,3 +169,13 @@ def test_shapes_are_copied_to_the_host_once_and_again_when_they_change(monkeypat
 def test_bad_input_is_one_clear_error(change, words):
     with pytest.raises((ValueError, TypeError), match=words):
         module()(**{**inputs(), **change})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_places_that_are_not_finite_show(bad):
+    """On CPUs, as in mmcv's layer, which computes by ``grid_sample`` there."""
+    layer, given = module(), inputs()
+    given["reference_points"][1, 3, 0, 0] = bad
+    output = layer(**given)
+    assert output[1, 3].isnan().all()
+    assert output.isfinite().sum() == output.numel() - 12
