@@ -6,6 +6,8 @@ stock function where our operator does not stand in for it:
 * in an ONNX export, where the stock code becomes ``GridSample``;
 * for dtypes that ``grid_sample`` refuses, so that the stock error is raised;
 * for nearest sampling (``method="discrete"``), and in rfdetr's own export mode.
+
+NaN and infinite locations give NaN on CPUs and read 0 on CUDA, as by ``grid_sample``.
 """
 
 from __future__ import annotations
