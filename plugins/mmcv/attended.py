@@ -9,13 +9,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
+from mmcv import ops
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import MultiScaleDeformableAttention
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
 from ..modules.common.kept import backward_pass, keep, kept
+from ..modules.common.tracing import one_node
 from ..modules.common.weights import weights_of
 from ..modules.tokens.deformable_attention import SampledAttention
 from .transformer import deformable_forward
@@ -24,7 +25,7 @@ Grid = tuple[int, int]
 # The class that each layer replaces.
 STOCK: dict[str, Any] = {
     "SpatialSelfAttention": MultiheadAttention,
-    "MultiScaleDeformableAttention": MultiScaleDeformableAttention,
+    "MultiScaleDeformableAttention": ops.MultiScaleDeformableAttention,
 }
 _QUERIES = re.compile(r"(^|\.)(transformer_)?decoder\.layers\.")  # decoder layers of object queries in mmdet and mmseg
 
@@ -122,10 +123,12 @@ def _spatial(stock: nn.MultiheadAttention, options: Mapping[str, Any], path: str
     return ours
 
 
-def _deformable(stock: MultiScaleDeformableAttention, options: Mapping[str, Any], path: str) -> DeformableAttention:
-    """Return a :class:`DeformableAttention` with the weights and settings of mmcv's layer."""
+def _deformable(
+    stock: ops.MultiScaleDeformableAttention, options: Mapping[str, Any], path: str
+) -> MultiScaleDeformableAttention:
+    """Return a :class:`MultiScaleDeformableAttention` with the weights and settings of mmcv's layer."""
     _check_options(path, options, "key_saliency")
-    ours = DeformableAttention(
+    ours = MultiScaleDeformableAttention(
         embed_dims=stock.embed_dims,
         num_heads=stock.num_heads,
         num_levels=stock.num_levels,
@@ -244,6 +247,7 @@ class TokenAttention(modules.SpatialSelfAttention):
         """Set the source of token grids; ``path`` is the path of this layer for error messages."""
         self._grids, self._path = grids, path
 
+    @one_node
     def forward(  # type: ignore[override]
         self,
         query: Tensor,
@@ -304,7 +308,7 @@ class TokenAttention(modules.SpatialSelfAttention):
         return grid
 
 
-class DeformableAttention(SampledAttention, MultiScaleDeformableAttention):
+class MultiScaleDeformableAttention(SampledAttention, ops.MultiScaleDeformableAttention):
     """mmcv's ``MultiScaleDeformableAttention`` on this package's operator, with ε3 as an option.
 
     It derives from mmcv's class, because detectors call that class's initialisation.

@@ -27,14 +27,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mmcv import ops as stock
 from mmcv.cnn import Scale  # mmcv.cnn registers GeneralizedAttention, as mmcv.ops does DCN and DCNv2
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
+from mmcv.ops import MultiScaleDeformableAttention
 from mmengine.registry import MODELS
 from torch import Tensor
 
 from .. import ops
 from ..modules import CrissCrossAttention2d
+from ..modules.common.tracing import Unscriptable
 from ..modules.common.untouched import has_global_hooks, untouched
 from ..modules.maps.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
 from ..modules.maps.memory_format import add_scaled, in_format_of
@@ -66,7 +68,7 @@ class CrissCrossAttention(CrissCrossAttention2d):
         return x + self.gamma(in_format_of(x, attended))
 
 
-class DCN(DeformConv2dPack):
+class DeformConv2dPack(Unscriptable, stock.DeformConv2dPack):
     """mmcv's ``DCN`` (deformable convolution v1 with its predictor) on this package's operator.
 
     It accepts any batch size: ``im2col_step``, which must divide mmcv's batches, is ignored.
@@ -82,7 +84,7 @@ class DCN(DeformConv2dPack):
         return ops.deform_conv2d(x, offset, self.weight, None, *geometry)
 
 
-class DCNv2(ModulatedDeformConv2dPack):
+class ModulatedDeformConv2dPack(Unscriptable, stock.ModulatedDeformConv2dPack):
     """mmcv's ``DCNv2`` (modulated, with its predictor) on this package's operator."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -110,7 +112,10 @@ def upgrade_keys(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
-REPLACEMENTS = {layer.__name__: layer for layer in (GeneralizedAttention, CrissCrossAttention, DCN, DCNv2)}
+DCN, DCNv2 = DeformConv2dPack, ModulatedDeformConv2dPack
+REPLACEMENTS: dict[str, Any] = dict(
+    GeneralizedAttention=GeneralizedAttention, CrissCrossAttention=CrissCrossAttention, DCN=DCN, DCNv2=DCNv2
+)
 FORWARDS: dict[Any, Callable[..., Tensor]] = {
     MultiScaleDeformableAttention: transformer.deformable_forward,
     MultiheadAttention: transformer.multihead_forward,

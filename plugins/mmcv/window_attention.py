@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -30,16 +31,17 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
 
     Args:
         stock: The toolkit's ``forward``, used for dropout of weights, and if the inner layer is another one, or it or a
-            part of it has hooks or its own ``forward``; and on CUDA where it was measured to be faster.
+            part of it has hooks or its own ``forward``; in ``torch.jit.trace``; and on CUDA where it was measured to be
+            faster.
         inner: The toolkit's ``WindowMSA``.
     """
 
     def forward(self: Any, query: Tensor, hw_shape: Sequence[int]) -> Tensor:
         """Attend within windows; tokens are (B, H * W, C) with ``hw_shape`` (H, W)."""
         attn: Any = self.w_msa
-        if needs_weights(attn, inner) or not all(untouched(part, type(part)) for part in attn.children()):
+        if torch.jit.is_tracing() or needs_weights(attn, inner) or stock_is_faster("Swin", query, attn):
             return stock(self, query, hw_shape)
-        if stock_is_faster("Swin", query, attn):
+        if not all(untouched(part, type(part)) for part in attn.children()):
             return stock(self, query, hw_shape)
         B, L, C = query.shape
         H, W = hw_shape
@@ -48,7 +50,7 @@ def shift_window_forward(stock: Callable[..., Tensor], inner: type[Any]) -> Call
         x = F.pad(query.view(B, H, W, C), (0, 0, 0, -W % n, 0, -H % n))  # before the roll, unlike timm
         attend = TableAttention(table_logits(attn.relative_position_bias_table, attn.window_size), attn.scale)
         x = in_windows(x, (n, n), (shift, shift), attn.num_heads, attn.qkv, attend)[:, :H, :W]
-        return self.drop(attn.proj_drop(attn.proj(x)).reshape(B, L, C))
+        return self.drop(attn.proj_drop(attn.proj(x.reshape(B, L, C))))
 
     return forward
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
+from ..modules.common.tracing import one_node
 from ..modules.common.untouched import called_dropout
 from ..modules.common.weights import checked_queries, weights_of
 from ..modules.tokens.grid_attention import GridAttention, check_grid
@@ -95,6 +96,7 @@ class ViTAttention(GridAttention):
 
     init_weights = reset_parameters  # timm calls this after its rule for all linear layers, the tables among them
 
+    @one_node
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         """Attend from every token to all others.
 
@@ -258,11 +260,12 @@ def _vit_attention(name: str, given: tuple[tuple[str, Any], ...]) -> type[ViTAtt
     def __init__(self: ViTAttention, dim: int, num_heads: int = 8, **kwargs: Any) -> None:
         ViTAttention.__init__(self, dim, num_heads, **{**dict(given), **kwargs})
 
-    def __reduce__(self: ViTAttention) -> tuple[Any, ...]:
-        return _blank, (name, given), self.__dict__
+    def __reduce_ex__(self: ViTAttention, protocol: Any) -> tuple[Any, ...]:
+        _, _, *state = ViTAttention.__reduce_ex__(self, max(protocol, 2))  # which leaves out compiled code
+        return _blank, (name, given), *state
 
-    own = {"__init__": __init__, "__reduce__": __reduce__, "__doc__": ViTAttention.__doc__, "__module__": __name__}
-    return type(name, (ViTAttention,), own)
+    members = {"__init__": __init__, "__reduce_ex__": __reduce_ex__, "__doc__": ViTAttention.__doc__}
+    return type(name, (ViTAttention,), {**members, "__module__": __name__})
 
 
 def _blank(name: str, given: tuple[tuple[str, Any], ...]) -> ViTAttention:

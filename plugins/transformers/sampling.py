@@ -3,7 +3,6 @@
 Each function takes the stock function first, followed by the stock arguments, and returns (B, Q, M * d). It calls the
 stock function where our operator does not stand in for it:
 
-* in an ONNX export, where the stock code becomes ``GridSample``;
 * for dtypes that ``grid_sample`` refuses, so that the stock error is raised;
 * for nearest sampling (``method="discrete"``), and in rfdetr's own export mode.
 
@@ -112,10 +111,10 @@ def _with_gradient_of_maps(value: Tensor) -> Tensor:
 
 
 def _serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
-    """Return whether the stock code takes these dtypes and is not being exported to ONNX."""
+    """Return whether the stock code takes these dtypes."""
     places = {value.dtype, locations.dtype}
     one = len(places) == 1 or (autocast_dtype(value.device.type) is not None and torch.float64 not in places)
-    return one and {*places, weights.dtype} <= {*FLOATS} and not (traced() and torch.onnx.is_in_onnx_export())
+    return one and {*places, weights.dtype} <= {*FLOATS}
 
 
 def _attend(

@@ -14,7 +14,7 @@ from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config
 from torch import nn
 
-from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
+from attn_plugins.mmcv.attended import MultiScaleDeformableAttention, TokenAttention
 from tests.mm.mm_helpers import upstream
 
 SIZE = (96, 128)
@@ -186,7 +186,7 @@ def test_deformable_attention_takes_key_saliency():
     stock = build(**DEFORMABLE)
     model = build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)}, **DEFORMABLE)
     layers = [layer.self_attn for layer in model.encoder.layers]
-    assert all(isinstance(layer, DeformableAttention) for layer in layers)
+    assert all(isinstance(layer, MultiScaleDeformableAttention) for layer in layers)
     for layer, before in zip(layers, (layer.self_attn for layer in stock.encoder.layers)):
         assert torch.equal(layer.sampling_offsets.bias, before.sampling_offsets.bias)
         assert not layer.sampling_offsets.weight.any()

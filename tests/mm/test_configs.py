@@ -10,14 +10,14 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-from attn_plugins.mmcv.attended import DeformableAttention, TokenAttention
+from attn_plugins.mmcv.attended import MultiScaleDeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, demo_batch, narrow, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
 SIZE = (96, 128)
-OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, DeformableAttention)
+OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, MultiScaleDeformableAttention)
 
 
 def load(path: Path) -> Config:

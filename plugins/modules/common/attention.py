@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ...ops import global_attention, sequence_attention, window_attention
 from .logits import Logits, MapLogits, WindowLogits, defined
+from .tracing import Unscriptable
 from .weights import map_logits, map_weights, mixed, parts, weights_of
 
 
@@ -44,7 +45,7 @@ def attend(logits: Logits, dropout: nn.Module | float = 0.0) -> Tensor:
     )  # fmt: skip
 
 
-class MapAttention(nn.Module):
+class MapAttention(Unscriptable, nn.Module):
     """Base of attention modules over a map: the weights and the logits for inspection."""
 
     def _logits(self, x: Tensor) -> Logits:

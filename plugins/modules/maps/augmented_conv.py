@@ -18,6 +18,7 @@ from ...terms.sine_position import sine_encoding
 from ..common.attention import attend
 from ..common.checks import check_map, one_of, pair, positive
 from ..common.logits import MapLogits
+from ..common.tracing import one_node
 from .memory_format import in_memory_format, is_channels_last, map_heads, to_channels_last
 from .relative_tables import RelativeTables
 
@@ -177,6 +178,7 @@ class AAConv2d(RelativeTables):
                 nn.init.xavier_uniform_(projection.weight)
         self.reset_tables()
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
 

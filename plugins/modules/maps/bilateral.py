@@ -28,6 +28,7 @@ from ...terms.nonlocal_position import (
 from ..common.attention import MapAttention
 from ..common.capture import softmax_over_keys
 from ..common.checks import check_map, odd_pair, one_of, positive
+from ..common.tracing import one_node
 from ..common.weights import checked_queries
 from .criss_cross import CrissCross
 from .memory_format import in_format_of, to_channels_last
@@ -126,6 +127,7 @@ class BilateralNonLocal2d(_Bilateral):
             nn.init.normal_(module.weight, std=0.0 if module is self.conv_out else 0.01)
             nn.init.zeros_(module.bias)
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         query, key, value, values = self._terms(x)

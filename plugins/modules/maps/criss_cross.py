@@ -17,6 +17,7 @@ from ...ops import criss_cross_attention, reference
 from ...ops.common.axes import unflatten
 from ..common.attention import MapAttention
 from ..common.checks import check_map, one_of, positive
+from ..common.tracing import one_node
 from ..common.untouched import has_global_hooks, untouched
 from ..common.weights import checked_queries
 from .memory_format import add_scaled, to_channels_last
@@ -70,6 +71,7 @@ class CrissCross(MapAttention):
         """
         raise NotImplementedError
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 

@@ -15,10 +15,11 @@ from ...ops.common.arguments import expand
 from ...ops.common.axes import unflatten
 from ..common.checks import check_convolved, check_tensor, positive
 from ..common.sequence_cache import SequenceCache, check_cache
+from ..common.tracing import Unscriptable, one_node
 from .zero_conv import ZeroConv1d, ZeroConv2d
 
 
-class _DeformableConv(nn.Module):
+class _DeformableConv(Unscriptable, nn.Module):
     """Base of the 1-D and 2-D layers; subclasses define the convolution and the operator."""
 
     _dims: int
@@ -146,6 +147,7 @@ class DeformableConv2d(_DeformableConv):
 
     _dims, _components, _predictor = 2, 2, ZeroConv2d
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
         offset, mask = self.predict(x)
@@ -167,6 +169,7 @@ class DeformableConv1d(_DeformableConv):
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         self._check(x)
         offset, mask = self.predict(x)

@@ -17,6 +17,7 @@ from ..common.attention import MapAttention, attend
 from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.logits import WindowLogits
 from ..common.sequence_cache import SequenceCache, check_cache
+from ..common.tracing import one_node
 from ..common.weights import map_weights
 from .memory_format import in_format_of, map_heads, to_channels_last
 from .normalised import normalise, projections
@@ -83,6 +84,7 @@ class DynamicConv2d(MapAttention):
         if self.gamma is not None:
             nn.init.zeros_(self.gamma)
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W)."""
         convolved = attend(self._logits(x))

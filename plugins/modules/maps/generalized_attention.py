@@ -20,6 +20,7 @@ from ...terms.window import window_logits
 from ..common.attention import attend
 from ..common.checks import check_map, check_range, positive
 from ..common.logits import MapLogits, WindowLogits, as_content
+from ..common.tracing import one_node
 from ..common.weights import map_logits, map_weights
 from .encoded_positions import EncodedPositions
 from .joined import project
@@ -169,6 +170,7 @@ class GeneralizedAttention2d(EncodedPositions):
                 nn.init.uniform_(vector, -bound, bound)
         nn.init.zeros_(self.gamma)
 
+    @one_node
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
         """Attend from the pixels of ``x`` to those of ``context``.
 

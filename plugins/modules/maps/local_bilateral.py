@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..common.attention import MapAttention, attend
 from ..common.checks import check_map, check_window, odd_pair, one_of, pair, positive
 from ..common.logits import WindowLogits
+from ..common.tracing import one_node
 from .memory_format import in_format_of, map_heads, to_channels_last
 
 Activation = Literal["none", "relu"]
@@ -131,6 +132,7 @@ class LocalBilateralConv2d(MapAttention):
             self.position = Projection(out_channels, num_heads * taps, bias, not shared, "none", **factory)
         self.output = Projection(out_channels, out_channels, bias, not shared, activation, **factory)
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, Hq, Wq)."""
         attended = attend(self._logits(x))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from ..common.checks import check_map, one_of
 from ..common.logits import MapLogits
+from ..common.tracing import one_node
 from .memory_format import in_format_of, to_channels_last
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .relative_tables import Position, RelativeTables
@@ -98,6 +99,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         super().reset_parameters()
         self.reset_tables()
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...ops.common.axes import unflatten
 from ..common.checks import check_fits, check_tensor
 from ..common.logits import MapLogits
+from ..common.tracing import one_node
 from ..common.weights import map_weights
 from .non_local_block import Mode, NonLocalBlock, check_block
 from .zero_conv import ZeroConv1d, ZeroConv3d
@@ -43,6 +44,7 @@ class _NonLocalTokens(NonLocalBlock):
         self.make(in_channels, reduction, mode, use_scale, sub_sample, norm_layer, factory)
         self.reset_parameters()
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (B, C, *size) -> (B, C, *size).
 

@@ -31,12 +31,13 @@ from ...terms.saliency import key_saliency
 from ...terms.window import shared_axis_window, window_position_logits
 from ..common.axis_table import axis_table
 from ..common.checks import check_range, one_of
+from ..common.tracing import Unscriptable
 
 Grid = tuple[int, int]
 ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate")
 
 
-class GridTerms(nn.Module):
+class GridTerms(Unscriptable, nn.Module):
     """Base of attention over tokens on a grid: ε2, ε3, ε4, predicted position logits and the range of keys.
 
     Its methods compute logits, gated if they are added to the content term; subclasses attend with them.

@@ -19,6 +19,7 @@ from ...terms.position_table import table_logits, tap_logits
 from ..common.attention import attend
 from ..common.checks import check_fits, check_heads, check_tensor, one_of, pair
 from ..common.logits import Logits, MapLogits, SequenceLogits, WindowLogits
+from ..common.tracing import one_node
 from ..common.weights import map_weights, parts
 from .grid_terms import GridTerms
 from .windows import (
@@ -193,6 +194,7 @@ class WindowSelfAttention(GridTerms):
                 nn.init.zeros_(bias)
         self.reset_terms()
 
+    @one_node
     def forward(self, x: Tensor) -> Tensor:
         """Attend from every token to the tokens of its window.
 
