@@ -45,7 +45,7 @@ def test_shell_blocks_say_what_tests_them_or_what_they_need():
                 assert (ROOT / what).is_file(), (name(page), what)
 
 
-SLOW = ("export", "faster", "new-module", "pictures", "timm")  # others show the same, or they run large models
+SLOW = ("export",)  # it compiles and exports whole models, for more than a minute
 CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 
 
@@ -56,10 +56,26 @@ def test_code_runs(page, tmp_path):
     if page == README:
         parts = [text for _, _, language, text in blocks(README) if language == "python"]
         text = "\n".join(part for part in parts if "custom_imports" not in part)
-    (tmp_path / "page.py").write_text(text)
+    run(text, tmp_path)
+
+
+def test_code_of_the_export_page_runs_but_for_compilation_and_onnx(tmp_path):
+    """The blocks that take seconds, with the model of the first one."""
+    first, exported, traced, _, tensorrt = (
+        text
+        for kind, _, language, text in blocks(ROOT / "docs/howto/export.md")
+        if (kind, language) == (None, "python")
+    )
+    model, compiled, _ = first.partition("compiled = ")
+    assert compiled
+    run("\n".join((model, exported, traced, tensorrt)), tmp_path)
+
+
+def run(text: str, folder: Path) -> None:
+    (folder / "page.py").write_text(text)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "page.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1200
+        [sys.executable, "page.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-4000:]
 
