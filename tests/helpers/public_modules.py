@@ -101,6 +101,9 @@ VARIANTS: dict[str, Callable[..., nn.Module]] = {
     "GeneralizedAttention2d, as mmcv's": partial(modules.GeneralizedAttention2d.mmcv_compatible, 16, num_heads=2),
 }
 MODULES = {name: build for name, build in VARIANTS.items() if "," not in name}
+# Classes that start as the identity.
+IDENTITIES = ["BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttention2d", "DynamicConv2d",
+              "GeneralizedAttention2d", "NonLocal1d", "NonLocal2d", "NonLocal3d"]  # fmt: skip
 
 
 def often(*names: str, never: tuple[str, ...] = ()) -> pytest.MarkDecorator:

@@ -25,6 +25,7 @@ from attn_plugins.modules import (
     capture_attention,
 )
 from attn_plugins.modules.common.capture import softmax_over_keys
+from tests.helpers.attention_terms import BOTH, NAMES, SILENT, entry
 from tests.helpers.cuda_checks import moved, randomised
 from tests.helpers.module_inputs import inputs
 from tests.helpers.public_modules import VARIANTS
@@ -53,27 +54,6 @@ BELOW_ONE = {
     "BilateralSelfAttention, window", "MultiheadSpatialAttention, range",
     *(name for name in LAYERS if name.startswith("DynamicConv")),
     *(name for name in LAYERS if name.startswith("WindowSelfAttention") and not {"centred", "whole"} & {*name.split()}),
-}  # fmt: skip
-# Terms of the logits by class, and of the variants that have others.
-BOTH, ALL = "content position", "content content_position saliency position"
-NAMES = {
-    **dict.fromkeys(
-        ("AAConv2d", "BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention", "NonLocal2d, both",
-         "CrissCrossAttention2d, relative", "CrissCrossAttention2d, resized", "NonLocal2d, relative",
-         "RelativeSelfAttention"), BOTH,
-    ),
-    **dict.fromkeys(
-        ("AAConv2d, no convolution", "AAConv2d, sine", "CrissCrossAttention2d", "LocalBilateralConv2d, content",
-         "MultiheadAttention", "NonLocal2d"), "content",
-    ),
-    **dict.fromkeys(("DynamicConv2d", "GeneralizedAttention2d, strides"), "position"),
-    **dict.fromkeys(("GeneralizedAttention2d, 0010", "MultiheadSpatialAttention, 0010"), "saliency"),
-    **dict.fromkeys(("GeneralizedAttention2d", "MultiheadSpatialAttention"), ALL),
-    "GeneralizedAttention2d, 0110": "content_position saliency",
-    "GeneralizedAttention2d, 1101": "content content_position position",
-    "LocalBilateralConv2d": "content geometric",
-    "LocalBilateralConv2d, geometric": "geometric",
-    "MultiheadSpatialAttention, range": "content_position saliency position",
 }  # fmt: skip
 # Of layers that compute a term's weights themselves.
 PARTS = {
@@ -123,10 +103,6 @@ OUTPUTS |= {
 def _channels_second(heads: Tensor) -> Tensor:
     """Turn (B, M, H, W, d) into (B, M * d, H, W)."""
     return heads.movedim(-1, 2).flatten(1, 2)
-
-
-def entry(table: dict[str, Any], name: str) -> Any:
-    return table.get(name, table.get(name.split(",")[0]))
 
 
 @torch.no_grad()
@@ -231,12 +207,6 @@ def test_a_term_is_that_of_a_module_without_the_others(name):
             torch.testing.assert_close(softmax_over_keys(part), alone)
 
 
-# Parameters without which there is no such term. An augmented convolution has keys among others.
-SILENT = {
-    "content": ("phi", "key_conv", "key.", "k_proj"),
-    "position": ("position", "height_rel", "width_rel", "key_table"),
-}
-SILENT["geometric"] = SILENT["position"]
 TWO_TERMS = [name for name in LAYERS if entry(NAMES, name) in (BOTH, "content geometric")
              and name != "LocalBilateralConv2d, shared"]  # fmt: skip
 

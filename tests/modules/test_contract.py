@@ -23,7 +23,7 @@ from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, ra
 from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has_format
 from tests.helpers.module_inputs import INPUTS, inputs
 from tests.helpers.operator_checks import DEVICES
-from tests.helpers.public_modules import MODULES, VARIANTS, public_modules
+from tests.helpers.public_modules import IDENTITIES, MODULES, VARIANTS, public_modules
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -270,9 +270,7 @@ OTHER_ORDER = {
     "MultiheadAttention, causal", "MultimodalDecoderBlock", "MultimodalDecoderBlock, parallel",
     "MultimodalDecoderBlock, stacked-visual", "NonLocal2d, relative",
 }  # fmt: skip
-UNCHANGING = [name for name in VARIANTS
-              if name.startswith(("Bilateral", "CrissCross", "DynamicConv2d", "GeneralizedAttention2d", "NonLocal"))
-              and not name.startswith("BilateralSelf")]  # fmt: skip
+UNCHANGING = [name for name in VARIANTS if name.split(",")[0] in IDENTITIES]
 
 
 def reset(module: nn.Module) -> None:
