@@ -32,7 +32,7 @@ def integer(value: Any) -> int | None:
     if type(value) is int:
         return value
     if isinstance(value, (numbers.Integral, torch.SymInt)) or (isinstance(value, Tensor) and is_size(value)):
-        return int(value)  # type: ignore[arg-type]
+        return int(value)
     return None
 
 

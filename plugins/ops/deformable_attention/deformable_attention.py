@@ -156,7 +156,7 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
         raise ValueError(
             f"spatial_shapes must hold (H, W), two ints of at least 1, for each level, got {spatial_shapes!r}"
         )
-    return shapes  # type: ignore[return-value]
+    return shapes
 
 
 @lru_cache(maxsize=1024)

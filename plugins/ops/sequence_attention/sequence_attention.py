@@ -84,9 +84,9 @@ def sequence_attention(
         ValueError: a shape, a device or a number does not match, or there is no key.
         TypeError: the tensors are not floating-point or do not share one dtype.
     """
-    outside_logits = as_number(outside_logits)
-    is_number = isinstance(outside_logits, (int, float, torch.SymFloat))
-    number, outside = (outside_logits, None) if is_number else (None, outside_logits)
+    given = as_number(outside_logits)
+    is_number = isinstance(given, (int, float, torch.SymFloat))
+    number, outside = (given, None) if is_number else (None, given)
     terms = Terms(query, key, value, band_logits, outside, position_logits)
     _check(terms, number, key_padding_mask, causal)
     scale = finite("scale", scale)
