@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -51,6 +52,7 @@ class Place(NamedTuple):
         child: Attribute and class name of a child whose code is replaced as well, defined in the same module.
         supports: Function from a layer to whether ``ours`` computes it.
         exports: Whether ``ours`` runs in ONNX exports, where it becomes a node that the stock code does not.
+        caution: Warning for a model that contains such a layer.
     """
 
     module: str
@@ -62,6 +64,7 @@ class Place(NamedTuple):
     child: tuple[str, str] | None = None
     supports: Callable[[Any], bool] = lambda layer: True
     exports: bool = False
+    caution: str | None = None
 
     @property
     def package(self) -> str:
@@ -90,7 +93,7 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
         ValueError: ``model`` contains no supported module.
         RuntimeError: Other code has modified one of the modules; nothing is replaced.
     """
-    found: dict[str, tuple[nn.Module, Place]] = {}
+    found: dict[str, tuple[Any, Place]] = {}
     known = False
     for name, module in model.named_modules():
         known = known or is_replaced(type(module))
@@ -109,6 +112,8 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
         _exchange(module)
     if found:
         forget_compiled()
+    for caution in {place.caution for _, place in found.values() if place.caution is not None}:
+        warnings.warn(caution, stacklevel=2)
     if onednn:
         use_onednn()
     return list(found)
@@ -123,13 +128,13 @@ def restore(model: nn.Module) -> list[str]:
     Returns:
         The names of the restored modules; empty if there are none.
     """
-    found = {name: module for name, module in model.named_modules() if is_replaced(type(module))}
+    found: dict[str, Any] = {name: layer for name, layer in model.named_modules() if is_replaced(type(layer))}
     for module in found.values():
         _exchange(module, back=True)
         for name, own in list(vars(module).items()):
             if getattr(own, "__func__", None) is getattr(type(module), name, own):  # a method that ``kernelize`` bound
                 del vars(module)[name]
-        module.__class__ = type(module).attn_plugins_stock  # type: ignore[assignment]
+        module.__class__ = type(module).attn_plugins_stock
     if found:
         forget_compiled()
     return list(found)
@@ -291,9 +296,9 @@ def replacement(place: Place, stock: Callable[..., Any]) -> Callable[..., Any]:
             return stock(*args, **kwargs)
         return ours(stock, *args, **kwargs)
 
-    made = FunctionType(replaced.__code__, _globals(stock), stock.__name__, None, replaced.__closure__)
+    made: Any = FunctionType(replaced.__code__, _globals(stock), stock.__name__, None, replaced.__closure__)
     made = functools.update_wrapper(made, stock)
-    made.attn_plugins_stock = stock  # type: ignore[attr-defined]
+    made.attn_plugins_stock = stock
     return made
 
 

@@ -46,7 +46,7 @@ about() {
     binary) echo "attn_plugins' compiled operators (half a minute on 2 cores)" ;;
     toolkits) echo "timm, mmdet, mmsegmentation" ;;
     all_toolkits) echo "timm, mmdet, mmsegmentation, transformers, fairseq (compiled once: 1 to 3 minutes on 2 cores)" ;;
-    peers) echo "mmcv's own operators (compiled once: 4 to 10 minutes on 2 cores)" ;;
+    peers) echo "mmcv's own operators (compiled once: 4 to 10 minutes on 2 cores), peft" ;;
     esac
 }
 
@@ -142,6 +142,8 @@ do_peers() {
     pip_install setuptools wheel ninja
     CXXFLAGS=-g0 MAX_JOBS=${MAX_JOBS:-$(nproc)} pip_install -q --no-deps --force-reinstall --no-build-isolation \
         --no-binary onedl-mmcv onedl-mmcv
+    # mmengine imports it through transformers, which takes seconds a process: no part of `make env`.
+    pip_install peft
 }
 
 # stamp NAME: a finished step also stands for the part of it that `make demo` needs.

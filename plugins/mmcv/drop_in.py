@@ -41,6 +41,7 @@ from ..modules.common.untouched import has_global_hooks, untouched
 from ..modules.maps.generalized_attention import GeneralizedAttention2d, MMCVGeneralizedAttention2d
 from ..modules.maps.memory_format import add_scaled, in_format_of
 from ..ops.deform_conv.edge_rule import without_edge_gradients
+from ..replacement import forget_compiled
 from . import transformer, window_attention
 from .layers import Reinitialised
 
@@ -144,6 +145,7 @@ def replace() -> None:
     for layer, forward in FORWARDS.items():
         layer.forward = forward
     window_attention.replace()
+    forget_compiled()
     ops.use_onednn()
 
 

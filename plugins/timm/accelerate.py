@@ -126,7 +126,7 @@ def _pooled(attn: Any, x: Tensor, pool: Any, norm: Any, size: list[int]) -> tupl
 
 
 SWIN, SWIN_V2 = "timm.models.swin_transformer", "timm.models.swin_transformer_v2"
-WINDOWS = dict(method="_attn", child=("attn", "WindowAttention"))
+WINDOWS: dict[str, Any] = dict(method="_attn", child=("attn", "WindowAttention"))
 PLACES = (
     Place(SWIN, "SwinTransformerBlock", swin_windows, **WINDOWS),
     Place(SWIN_V2, "SwinTransformerV2Block", swin_v2_windows, **WINDOWS),

@@ -261,8 +261,8 @@ def _vit_attention(name: str, given: tuple[tuple[str, Any], ...]) -> type[ViTAtt
         ViTAttention.__init__(self, dim, num_heads, **{**dict(given), **kwargs})
 
     def __reduce_ex__(self: ViTAttention, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = ViTAttention.__reduce_ex__(self, max(protocol, 2))  # which leaves out compiled code
-        return _blank, (name, given), *state
+        reduced: Any = ViTAttention.__reduce_ex__(self, max(protocol, 2))  # which leaves out compiled code
+        return _blank, (name, given), *reduced[2:]
 
     members = {"__init__": __init__, "__reduce_ex__": __reduce_ex__, "__doc__": ViTAttention.__doc__}
     return type(name, (ViTAttention,), {**members, "__module__": __name__})

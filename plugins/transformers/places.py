@@ -36,7 +36,14 @@ PLACES = (
     _transformers("d_fine", "DFineMultiscaleDeformableAttention", f"{FUNCTION}_v2", "ms_deformable_attn_core"),
     _transformers("deimv2", "Deimv2MultiscaleDeformableAttention", f"{FUNCTION}_v2", "ms_deformable_attn_core"),
     Place(RFDETR, "MSDeformAttn", sampling.transposed_value, function="ms_deform_attn_core_pytorch"),
-    Place(ULTRALYTICS, "MSDeformAttn", sampling.levels, function="multi_scale_deformable_attn_pytorch"),
+    Place(
+        ULTRALYTICS,
+        "MSDeformAttn",
+        sampling.levels,
+        function="multi_scale_deformable_attn_pytorch",
+        caution="train() and val() of Ultralytics build a new model, which accelerate(model) does not reach: "
+        "import attn_plugins.transformers.drop_in before them instead",
+    ),
 )
 _BY_CLASS = {(place.module, place.layer): place for place in PLACES}
 

@@ -13,10 +13,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import openvino
 import torch
-from accelerate import cpu_offload
+from accelerate import cpu_offload, infer_auto_device_map
+from accelerate.utils.dataclasses import get_module_class_from_name
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from attn_plugins import ops
+from tests.helpers.non_finite import non_finite
 
 C = 16  # channels of the layers
 Result = dict[str, Any]
@@ -289,6 +294,85 @@ def compiled(module: nn.Module, inputs: Inputs) -> Result:
     return {"output": torch.compile(module, fullgraph=True, backend="aot_eager")(*inputs)}
 
 
+class OneInput(nn.Module):
+    """A layer of one input: torch.fx does not trace ``*args``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+def fx(module: nn.Module, inputs: Inputs) -> Result:
+    return {"output": torch.fx.symbolic_trace(OneInput(module))(*inputs)}
+
+
+def script(module: nn.Module, inputs: Inputs) -> Result:
+    """Script the layer itself, since scripts have no ``*args``."""
+    layer, options = (module.layer, module.options) if isinstance(module, Called) else (module, {})
+    output = torch.jit.script(layer)(*inputs, **options)
+    return {"output": output[0] if isinstance(output, tuple) else output}
+
+
+def compiled_layer(module: nn.Module, inputs: Inputs) -> Result:
+    """Compile the layer in place, run it, and compute with copies after the original's weights have changed."""
+    torch._dynamo.reset()
+    layer = getattr(module, "layer", module)
+    layer.compile(backend="eager")
+    module(*inputs)
+    return deepcopy(module, inputs)
+
+
+def class_names(module: nn.Module, inputs: Inputs) -> Result:
+    """Find each part by the name of its class, as FSDP's wrapping policies and device maps do."""
+    named = {name: type(part).__name__ for name, part in module.named_modules()}
+    found = {name: get_module_class_from_name(module, kind) for name, kind in named.items()}
+    passed = [name for name, kind in found.items() if kind is None]
+    sizes = {"cpu": 1 << 30, "disk": 1 << 30}
+    kinds = [kind for kind in set(named.values()) if kind not in ("Linear", "Conv2d")]
+    return {"names": named, "passed": passed, "map": infer_auto_device_map(module, sizes, kinds)}
+
+
+class Rotated(nn.Module):
+    """What PEFT's OFT looks like: it rotates pairs of each token's channels, and takes no maps (B, H, W, C)."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
+
+    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
+        assert x.dim() < 4
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return self.inner(torch.stack((0.6 * first - 0.8 * second, 0.8 * first + 0.6 * second), -1).flatten(-2))
+
+
+def rotated_children(module: nn.Module, inputs: Inputs, within: str = "") -> Result:
+    def run(name: str, part: nn.Module) -> Any:
+        if not isinstance(part, nn.Linear):
+            return None
+        with exchanged(module, name, Rotated(part)):
+            return changed(module(*inputs), plain)
+
+    plain = module(*inputs)
+    return each_part(module, run, within)
+
+
+def converted(module: nn.Module, inputs: Inputs) -> Result:
+    """Convert to OpenVINO through ``torch.jit.trace``."""
+    with torch.no_grad():
+        expected = module(*inputs)
+        model = openvino.convert_model(module, example_input=inputs[0] if len(inputs) == 1 else inputs)
+        output = torch.from_numpy(openvino.compile_model(model, "CPU")([x.numpy() for x in inputs])[0])
+    if not torch.allclose(output, expected, atol=1e-3):
+        raise ValueError("other values")
+    return {"output": output}
+
+
 COLUMNS: dict[str, Scenario] = {
     "forward hooks": forward_hooks,
     "backward hooks": backward_hooks,
@@ -303,14 +387,21 @@ COLUMNS: dict[str, Scenario] = {
     "`torch.func`": functional,
     "`torch.export`": export,
     "`torch.compile`": compiled,
+    "`torch.fx`": fx,
+    "`torch.jit.script`": script,
+    "`layer.compile()`, copies": compiled_layer,
+    "class names": class_names,
+    "OFT-like wrappers": rotated_children,
+    "non-finite inputs": non_finite,
+    "OpenVINO": converted,
 }
 
 
 def printed(layer: str) -> dict[str, str]:
-    """Return the words of a layer's row in docs/reliability.md, by column."""
+    """Return the words of a layer's rows in the tables of docs/reliability.md, by column."""
     page = (Path(__file__).parents[2] / "docs/reliability.md").read_text()
     rows = (line.strip("| ").split(" | ") for line in page.splitlines())
-    return next(dict(zip(COLUMNS, cells[1:])) for cells in rows if cells[0] == layer)
+    return dict(zip(COLUMNS, [cell for cells in rows if cells[0] == layer for cell in cells[1:]], strict=True))
 
 
 # --- verdicts ---------------------------------------------------------------------------------------------------------
@@ -374,6 +465,21 @@ def runs_our_code(layer: Layer, scenario: Scenario, module: nn.Module) -> bool:
     return watch.seen
 
 
+OWN = ("TokenAttention", "ViTAttention_1111")  # classes of layers that a user chooses instead of stock ones
+
+
+def _own_names(stock: dict[str, str], ours: dict[str, str]) -> str:
+    """Return the name of a class that the user chose for a layer, if that is all that differs."""
+    changed = {name: kind for name, kind in ours.items() if kind != stock.get(name)}
+    kinds = {kind for name, kind in changed.items() if not any(name.startswith(f"{layer}.") for layer in changed)}
+    return kinds.pop() if len(kinds) == 1 and next(iter(kinds)) in OWN else ""
+
+
+def _acting(stock: Result, ours: Result) -> set[str]:
+    """Return the last names of the parts whose wrappers act in ours, and which stock ignores."""
+    return {name.rpartition(".")[2] for name in stock if stock[name] is None and isinstance(ours.get(name), Tensor)}
+
+
 def verdict(layer: Layer, scenario: Scenario) -> str:
     """Return the word of one cell.
 
@@ -384,15 +490,26 @@ def verdict(layer: Layer, scenario: Scenario) -> str:
     with layer.replaced():
         ours = outcome(scenario, layer.ours(layer.stock()), layer.inputs())
         if isinstance(ours, Exception):
+            if scenario is converted:
+                with ops.backend("reference"):
+                    defined = outcome(scenario, layer.ours(layer.stock()), layer.inputs())
+                if not isinstance(defined, Exception):
+                    return "by reference"
+                if str(ours) == "other values":
+                    return "other values"
             if isinstance(stock, Exception):
                 return "fails as stock"
             if re.search("setup_context|must be|not supported", str(ours)):
                 return "clear error"
             raise AssertionError(f"stock works, ours raises {type(ours).__name__}: {ours}") from ours
+        if scenario is class_names and isinstance(stock, dict) and (own := _own_names(stock["names"], ours["names"])):
+            return f"`{own}`"
         assert not (wrong := differences(stock, ours)), wrong
+        if scenario in (wrapped_children, rotated_children) and (acting := sorted(_acting(stock, ours))):
+            return f"as stock; {', '.join(f'`{name}`' for name in acting)} works"
         if isinstance(stock, Exception):
             return "works"
         if scenario is dropout_in_eval and set(stock.values()) == {None}:
             return "works" if True in ours.values() else "no dropout"
-        traces = scenario in (export, compiled, functional)
+        traces = scenario in (export, compiled, functional, fx, script, converted, class_names)
         return "as stock" if traces or runs_our_code(layer, scenario, layer.ours(layer.stock())) else "stock's code"

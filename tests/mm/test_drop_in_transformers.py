@@ -189,3 +189,16 @@ def test_a_layer_is_exported_for_any_batch():
     few, many = ((torch.randn(B, 47, 16), torch.rand(B, 47, 2, 2), shapes) for B in (2, 3))
     program = torch.export.export(layer, few, dynamic_shapes=(batch, batch, None))
     torch.testing.assert_close(program.module()(*many), layer(*many))
+
+
+def test_code_compiled_before_is_discarded():
+    torch._dynamo.reset()
+    layer = MultiheadAttention(8, 2, attn_drop=0.0).eval()
+    x = torch.rand(3, 1, 8)
+    compiled = torch.compile(layer, backend="eager")
+    with torch.no_grad():
+        compiled(x)
+        drop_in.replace()
+        with profile() as profiler:
+            compiled(x)
+    assert any("scaled_dot_product" in event.name for event in profiler.events())  # stock asks for the weights

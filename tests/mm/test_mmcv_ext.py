@@ -388,8 +388,10 @@ def test_other_operators_say_how_to_get_them() -> None:
 def test_not_imported_beside_a_compiled_extension(tmp_path: Path) -> None:
     (tmp_path / "_ext.py").write_text("def __getattr__(name):\n    return print\n")
     code = (
-        f"import mmcv, sys\nmmcv.__path__.append({str(tmp_path)!r})\nimport attn_plugins.mmcv.drop_in\n"
-        "print(*(name for name in sys.modules if name.startswith(('attn_plugins.mmcv_ext', 'torchvision'))))"
+        f"import mmcv, mmengine.optim, sys\nthere = {{*sys.modules}}\nmmcv.__path__.append({str(tmp_path)!r})\n"
+        "import attn_plugins.mmcv.drop_in\n"
+        "new = sys.modules.keys() - there\n"
+        "print(*(name for name in new if name.startswith(('attn_plugins.mmcv_ext', 'torchvision'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []

@@ -2,7 +2,8 @@
 
 A test does the same thing to a stock layer and to ours, compares what comes out, and compares the verdict with the
 table: "as stock"; "stock's code", if our operators are called in no part of it; "works", where stock fails; "fails as
-stock"; "clear error"; or "no dropout". ``python -m tests.mm.test_replaced_layers`` prints the table.
+stock"; "clear error"; "no dropout"; the name of a class that the user chose; or "by reference", if it converts by the
+definitions. ``python -m tests.mm.test_replaced_layers`` prints the table.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from torch import Tensor, nn
 
 from attn_plugins.mmcv.attended import exchange
 from attn_plugins.timm import accelerate
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, printed, rand, verdict
 from tests.mm.drop_in_helpers import STOCK, drop_in, restore, stock_layers  # noqa: F401 - a fixture
-from tests.mm.mm_helpers import ROOT
 from tools.bench import compiled_mmcv
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
@@ -85,6 +85,9 @@ class TorchvisionDCNv2(ModulatedDeformConv2dPack):
     def forward(self, x: Tensor) -> Tensor:
         offset, mask = self.conv_offset(x).split((18, 9), 1)
         return torchvision.ops.deform_conv2d(x, offset, self.weight, self.bias, padding=1, mask=mask.sigmoid())
+
+
+TorchvisionDCNv2.__name__ = ModulatedDeformConv2dPack.__name__  # it stands for that class
 
 
 def on_stand_in(stock: nn.Module) -> nn.Module:
@@ -166,16 +169,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-PAGE = ROOT / "docs/reliability.md"
-
-
-def printed() -> dict[str, list[str]]:
-    """Return the table's cells by layer."""
-    rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {cells[0]: cells[1:] for cells in rows if cells[0] in LAYERS}
-
-
-UNTRACED = ("`torch.export`", "`torch.compile`")
+UNTRACED = ("`torch.export`", "`torch.compile`", "`torch.fx`", "`torch.jit.script`", "OpenVINO")
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -183,7 +177,7 @@ UNTRACED = ("`torch.export`", "`torch.compile`")
 def test_a_cell(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")
-    assert verdict(LAYERS[name], COLUMNS[column]) == printed()[name][list(COLUMNS).index(column)]
+    assert verdict(LAYERS[name], COLUMNS[column]) == printed(name)[column]
 
 
 def main() -> None:
