@@ -108,7 +108,8 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
         raise ValueError(f"model must contain layers to accelerate: {SUPPORTED}; {_seen(model)}")
     for module, place in found.values():
         vars(module).pop(place.method, None)  # the class's own, which ``kernelize`` binds where it has no kernel
-        module.__class__ = derived(type(module))
+        stock: Any = type(module)
+        module.__class__ = derived(stock)
         _exchange(module)
     if found:
         forget_compiled()

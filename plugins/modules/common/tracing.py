@@ -22,7 +22,8 @@ def one_node(forward: Forward) -> Forward:
     def traced_as_one(self: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if args else next(iter(kwargs.values()), None)
         if isinstance(x, Proxy):
-            return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), args, kwargs)
+            tracer: Any = x.tracer
+            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
         return forward(self, *args, **kwargs)
 
     return traced_as_one  # type: ignore[return-value]
