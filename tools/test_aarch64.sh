@@ -124,7 +124,7 @@ check "$CALLS random calls of every operator" emulated -m pytest -q -p no:cachep
     --calls "$CALLS" -k "not modules"
 
 few_tests=(-m pytest -q -p no:cacheprovider --at-most "$CASES" -m "not slow and not cuda"
-    -k "not (compile or export or onnx or opcheck or gradcheck or gradgradcheck or both_orders or memory)"
+    -k "not (compile or export or onnx or opcheck or gradcheck or gradgradcheck or both_orders or memory or emulated)"
     --ignore-glob=*_triton.py --ignore-glob=*_emulation.py --ignore-glob=*_cuda.py
     --ignore-glob=*/test_triton_launch.py)
 check "the operators' tests, at most $CASES cases of each function" emulated "${few_tests[@]}" ${PYTEST:-} tests/ops

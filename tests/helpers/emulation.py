@@ -1,4 +1,7 @@
-"""What tests of emulated CUDA kernels share; see ``tools/emulation/cuda_emulator.h``."""
+"""What tests of emulated CUDA kernels share; see ``tools/emulation/cuda_emulator.h``.
+
+Most of their cases are ``slow``; a few of each kernel are not, so that every run of the tests has run every kernel.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import math
 import mmap
 import shutil
 import sys
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +23,16 @@ NEEDS = [
     pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
     pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
 ]
+
+
+def slow_but(quick: Collection[Any], cases: Sequence[Any]) -> list:
+    """Return the cases of a parametrization, all marked ``slow`` but those in ``quick``."""
+    assert all(case in cases for case in quick), quick
+    as_values = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        case if case in quick else pytest.param(*values, marks=pytest.mark.slow)
+        for case, values in zip(cases, as_values)
+    ]
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -33,16 +33,15 @@ def full_float32():
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory):
-    """Compile the sampling operators' kernels once: a process can define their schemas only once."""
-    arch = int(os.environ.get("EMULATED_ARCH", "900"))
-    load(EMULATION / "sampling.cpp", tmp_path_factory.mktemp("emulation"), arch)
+def emulated():
+    """Load the sampling operators' kernels once: a process can define their schemas only once."""
+    load(EMULATION / "sampling.cpp", int(os.environ.get("EMULATED_ARCH", "900")))
     return torch.ops.attn_plugins_emulated
 
 
 @pytest.fixture(scope="session")
-def emulated_windows(tmp_path_factory):
-    load(Path(__file__).parent / "window_attention/emulation.cpp", tmp_path_factory.mktemp("emulation"), arch=800)
+def emulated_windows():
+    load(Path(__file__).parent / "window_attention/emulation.cpp", arch=800)
     return torch.ops.attn_plugins_emulated_window
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -43,19 +43,31 @@ def plain_backends(name: str) -> list[str]:
     return [*(n for n in names if THERE.get(n)), names[-1]]
 
 
-def emulated(names: Sequence[str], dtypes: Sequence[torch.dtype]) -> list:
-    """Return calls by CUDA's kernels in the emulator, in fewer bits as well as in float64, which windows' lack."""
-    marks, listed = [pytest.mark.slow, *NEEDS], []
+# Of emulated kernels, in small examples.
+QUICK = {"deform_conv2d": SINGLE, "deformable_attention": SINGLE, "window_attention": HALF}
+
+
+def emulated(names: Sequence[str], dtypes: Sequence[torch.dtype], quick: Mapping[str, torch.dtype]) -> list:
+    """Return calls by CUDA's kernels in the emulator, in fewer bits as well as in float64, which windows' lack.
+
+    All but the ``quick`` are slow.
+    """
+    listed = []
     for n in names:
         if n.startswith(("deform", "window")):
             every = dict.fromkeys([*dtypes, SINGLE, HALF] if DOUBLE in dtypes else dtypes)
             own = [dtype for dtype in every if dtype != DOUBLE or n.startswith("deform")]
-            listed += [pytest.param(n, EMULATED, "cpu", dtype, marks=marks) for dtype in own]
+            for dtype in own:
+                marks = [*NEEDS, *([] if quick.get(n) == dtype else [pytest.mark.slow])]
+                listed.append(pytest.param(n, EMULATED, "cpu", dtype, marks=marks))
     return listed
 
 
 def rows(
-    names: Sequence[str] = tuple(EXAMPLES), dtypes: Sequence[torch.dtype] = (DOUBLE,), in_triton: Sequence[str] = ()
+    names: Sequence[str] = tuple(EXAMPLES),
+    dtypes: Sequence[torch.dtype] = (DOUBLE,),
+    in_triton: Sequence[str] = (),
+    quick: Mapping[str, torch.dtype] | None = None,
 ) -> list:
     """Return calls by each backend on CPUs, by the first on a GPU, and by Triton, in float32 where it takes that.
 
@@ -63,7 +75,7 @@ def rows(
     """
     listed: list = [(n, backend, "cpu", dtype) for n in names for backend in plain_backends(n) for dtype in dtypes]
     listed += [pytest.param(n, FIRST, "cuda", dtype, marks=pytest.mark.cuda) for n in names for dtype in dtypes]
-    listed += emulated(names, dtypes)
+    listed += emulated(names, dtypes, quick or {})
     for n in in_triton:
         row = n, "triton", triton_checks.DEVICE, HALF if n.startswith("criss_cross") else SINGLE
         listed.append(pytest.param(*row, marks=triton_checks.needs_triton))
@@ -113,7 +125,7 @@ HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF, HALF)))
 @pytest.mark.parametrize(
     "name, backend, device, dtype",
     [
-        *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON),
+        *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON, quick=QUICK),
         *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=triton_checks.needs_triton)
           for n, d in HALVES_IN_TRITON),
     ],
@@ -157,7 +169,7 @@ LEADING = dict(global_attention="row_logits", sequence_attention="position_logit
 WITH_LOGITS = [n for n in ATTENTION if not any(word in n for word in ("content", "band", "range"))]
 
 
-@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=LOGITS_IN_TRITON)
+@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=LOGITS_IN_TRITON, quick=QUICK)
 def test_masks_and_extreme_logits(name, backend, device, dtype):
     """Fully masked queries return zeros and have no gradients; queries of one key return its value."""
     some = drawn(name, backend, device, dtype, **dict(B=2, M=2, d=8))
@@ -284,7 +296,7 @@ def test_views_give_what_copies_give(name, backend, device, dtype):
         assert all(torch.equal(t, before[n]) for n, t in views.items()), layout
 
 
-@by_row(in_triton=ONE_EACH)
+@by_row(in_triton=ONE_EACH, quick=QUICK)
 def test_only_wanted_gradients(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)
     expected = results(some)

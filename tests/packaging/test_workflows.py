@@ -33,6 +33,18 @@ def test_continuous_integration_is_the_one_of_the_repository():
     assert ".ci/run" in [step.get("run") for step in steps(ROOT / ".github/workflows/ci.yml")]
 
 
+def test_all_tests_run_weekly():
+    """In a job of its own, which no push cancels and which has more time than that of a change."""
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    jobs = {step.get("run"): job for job in workflow["jobs"].values() for step in job["steps"]}
+    change, weekly = jobs[".ci/run"], jobs["make test-all"]
+    assert "cron" in workflow[True]["schedule"][0]  # YAML reads `on` as true
+    assert weekly["if"] == "github.event_name == 'schedule'"
+    assert "if" not in change
+    assert change["timeout-minutes"] < weekly["timeout-minutes"] <= 360  # the most that a runner gives
+    assert "github.event_name" in workflow["concurrency"]["group"]
+
+
 def test_the_release_reads_the_version_as_setup_does():
     """The workflow's sed expression finds the version."""
     text = (ROOT / ".github/workflows/release.yml").read_text()

@@ -4,7 +4,7 @@ Columns: launches of kernels; ATen operators, as the profiler sees them, those w
 Python that are entered, and those of C that Python calls; the least of many times of one thread's CPU, in µs.
 
 ``--cuda`` counts the way to a GPU without one. The two sampling operators run their CUDA kernels in the emulator of
-``tools/emulation``, which is compiled first (a minute); times there mean nothing and are left out. Triton's
+``tools/emulation``, which is compiled first (half a minute, once); times there mean nothing and are left out. Triton's
 operators run on a device that launches nothing, whose times leave out the launches. ATen operators that launch a kernel
 on CUDA count as launches.
 
@@ -15,11 +15,9 @@ on CUDA count as launches.
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -64,18 +62,17 @@ def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[
 
 
 @cache
-def _compile_emulator() -> None:
+def _load_emulator() -> None:
     from ..emulation.build import EMULATION, load
 
-    with tempfile.TemporaryDirectory() as folder:
-        load(EMULATION / "sampling.cpp", Path(folder))
+    load(EMULATION / "sampling.cpp")
 
 
 @contextmanager
 def emulated() -> Iterator[Callable[[], int]]:
     """Let the emulator run the CUDA backends of :data:`EMULATED`; give the number of its launches so far."""
     with ExitStack() as stack:
-        _compile_emulator()
+        _load_emulator()
         operators, compiled = torch.ops.attn_plugins_emulated, torch.ops.attn_plugins
         for name, other in COMPILED.items():
             stack.enter_context(patch.object(compiled, name, getattr(operators, other)))

@@ -1,8 +1,9 @@
-"""Builds a library of emulated CUDA kernels; see ``cuda_emulator.h``."""
+"""Builds libraries of emulated CUDA kernels, kept in ``build/emulation``; see ``cuda_emulator.h``."""
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import shlex
 import subprocess
@@ -15,11 +16,13 @@ from .translate import translate, translate_tree
 
 EMULATION = Path(__file__).resolve().parent
 ROOT = EMULATION.parents[1]
+BUILT = ROOT / "build" / "emulation"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
-# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors).
-CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
+# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors). The calls take
+# the time, so that optimized kernels are no faster; they compile in twice the time.
+CHECKS = """-O0 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
     -Wno-unknown-pragmas -Wno-attributes -Wno-uninitialized
     -Wno-maybe-uninitialized -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
@@ -29,9 +32,6 @@ CHECKS = """-O1 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,fl
 PATTERN = "-ftrivial-auto-var-init=pattern"
 
 
-_FOLDER = tempfile.TemporaryDirectory(prefix="emulator")  # kept until the process ends
-
-
 @functools.cache
 def fills_variables() -> bool:
     """Return True if the compiler supports ``PATTERN``."""
@@ -39,29 +39,52 @@ def fills_variables() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-@functools.cache
-def _emulator() -> list[Path]:
-    """Compile the emulator's own files once per process, without checks."""
-    folder = Path(_FOLDER.name)
-    objects = []
-    for name in ("threads", "memory"):
-        objects.append(folder / f"{name}.o")
-        subprocess.run([*COMPILER, *COMMON, "-O2", str(EMULATION / f"{name}.cpp"), "-o", str(objects[-1])], check=True)
-    return objects
+def load(source: Path, arch: int = 900) -> None:
+    """Load the operators of ``source`` for devices of ``arch``, compiled unless another process has done so."""
+    torch.ops.load_library(str(library(source, arch)))
 
 
-def load(source: Path, folder: Path, arch: int = 900) -> None:
-    """Compile ``source`` into ``folder`` for devices of ``arch`` and load its operators."""
+def library(source: Path, arch: int = 900) -> Path:
+    """Return the library of ``source`` and of the kernels in ``csrc``, compiled if they have changed.
+
+    Its name has a hash of everything it is compiled from.
+    """
+    import fcntl  # which Windows lacks, where nothing is emulated
+
+    BUILT.mkdir(parents=True, exist_ok=True)
+    stem = f"{source.parent.name}-{arch}"
+    built = BUILT / f"{stem}-{_digest(source)}.so"
+    with (BUILT / f"{stem}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes of a test run ask for the same library
+        if not built.is_file():
+            with tempfile.TemporaryDirectory(dir=BUILT) as folder:
+                _compile(source, arch, Path(folder)).rename(built)
+            for older in {*BUILT.glob(f"{stem}-*.so")} - {built}:
+                older.unlink()
+    return built
+
+
+def _digest(source: Path) -> str:
+    version = subprocess.run([*COMPILER, "--version"], capture_output=True, check=True).stdout
+    options = f"{COMPILER} {COMMON} {CHECKS} {PATTERN} {torch.__version__} {source}"
+    files = [source, *sorted((ROOT / "csrc").rglob("*.*h")), *sorted(p for p in EMULATION.iterdir() if p.is_file())]
+    texts = [version, options.encode(), *(file.read_bytes() for file in files)]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+
+
+def _compile(source: Path, arch: int, folder: Path) -> Path:
+    """Compile the kernels with checks, and the emulator's own files without."""
     translate_tree(ROOT / "csrc", folder / "csrc")
-    main = folder / "emulation.cpp"
+    main = folder / "kernels.cpp"
     main.write_text(f'#line 1 "{source}"\n{translate(source.read_text())}')
     site = Path(torch.__file__).parent
-    folders = [EMULATION, folder / "csrc", site / "include"]
-    command = [*COMPILER, *COMMON, *CHECKS.split(), f"-DEMULATED_ARCH={arch}", *(f"-I{f}" for f in folders)]
-    command += [PATTERN] if fills_variables() else []
-    subprocess.run([*command, str(main), "-o", str(folder / "emulation.o")], check=True)
-    library = folder / "emulated.so"
-    objects = [folder / "emulation.o", *_emulator()]
-    command = [*COMPILER, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(library)]
+    includes = [f"-I{include}" for include in (EMULATION, folder / "csrc", site / "include")]
+    checks = [*CHECKS.split(), *([PATTERN] if fills_variables() else []), f"-DEMULATED_ARCH={arch}", *includes]
+    objects = []
+    for file, options in ((main, checks), (EMULATION / "threads.cpp", ["-O2"]), (EMULATION / "memory.cpp", ["-O2"])):
+        objects.append(str(folder / f"{file.stem}.o"))
+        subprocess.run([*COMPILER, *COMMON, *options, str(file), "-o", objects[-1]], check=True)
+    result = folder / "emulated.so"
+    command = [*COMPILER, "-shared", "-Wl,-Bsymbolic", *objects, "-o", str(result)]
     subprocess.run([*command, f"-L{site / 'lib'}", "-ltorch_cpu"], check=True)
-    torch.ops.load_library(str(library))
+    return result

@@ -12,7 +12,8 @@ from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import example
 from tests.ops.test_contract_backends import check
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
+slow = pytest.mark.slow
 DEVICES = {"one multiprocessor": (1, 4 << 20), "A100": (108, 40 << 20), "H200": (132, 60 << 20)}
 
 
@@ -36,6 +37,7 @@ by = pytest.mark.parametrize("name, backend", [("deform_conv2d", EMULATED)])
 WIDE = dict(C=4, out=2048, kernel=(2, 2), padding=(0, 0), groups=1, D=1)  # a block has 256, 432 or 528 pixels
 
 
+@slow
 @by
 @pytest.mark.parametrize("case", [dict(B=6, map=(12, 11)), dict(B=1, map=(31, 29))], ids=["chunks", "blocks"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -48,6 +50,7 @@ def test_equals_reference_however_it_is_cut(name, backend, emulated, one_wave, c
     check(some, backend, dtype)
 
 
+@slow
 @by
 @pytest.mark.parametrize("B, size", [(3, 33), (5, 17)], ids=["blocks of an image", "images of a block"])
 def test_planes_however_they_are_cut(name, backend, one_wave, B, size):

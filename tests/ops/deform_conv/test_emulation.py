@@ -8,17 +8,19 @@ and ``test_cuda.py`` tests the compiled ones on a GPU.
 from __future__ import annotations
 
 import math
+import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from attn_plugins.ops import reference
-from tests.helpers.emulation import NEEDS, error
+from tests.helpers.emulation import NEEDS, error, slow_but
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, assert_close, differentiate, example, forced, results
 from tests.ops.test_contract_backends import check
+from tools.emulation import build
 
 pytestmark = NEEDS
 slow = pytest.mark.slow
@@ -63,11 +65,8 @@ QUICK = [("plain", SINGLE), ("many channels", HALF), ("odd", BRAIN), ("pairs", D
 @by
 @pytest.mark.parametrize(
     "case, dtype",
-    [
-        *QUICK,
-        *(pytest.param(case, dtype, marks=slow) for n, case in enumerate(CASES)
-          for k, dtype in enumerate(BOUNDS) if (n + k) % 2 == 0 and (case, dtype) not in QUICK),
-    ],
+    slow_but(QUICK, [(case, dtype) for n, case in enumerate(CASES) for k, dtype in enumerate(BOUNDS)
+                     if (n + k) % 2 == 0 or (case, dtype) in QUICK]),
     ids=str,
 )  # fmt: skip
 def test_equals_reference(name, backend, blocks, case, dtype):
@@ -83,9 +82,8 @@ def test_offsets_beyond_32_bits(name, backend):
     check(example(name, dtype=DOUBLE, far=1e9), backend, DOUBLE)
 
 
-@slow
 @by
-@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("seed", slow_but([2], range(2, 6)))
 def test_any_order_of_threads(name, backend, monkeypatch, seed):
     """The forward is bit-identical, and the backward equal up to the order of its sums."""
     some = example(name, dtype=DOUBLE, C=24, D=3, out=6)
@@ -222,6 +220,18 @@ def test_the_emulator_reports_races_and_bounds(emulated, fault, message):
         emulated.faulty(out, x, fault, 1)
 
 
+def test_a_library_is_compiled_when_something_has_changed(emulated, monkeypatch):
+    def compile(source, arch, folder):
+        raise LookupError(source.name)
+
+    source, arch = build.EMULATION / "sampling.cpp", int(os.environ.get("EMULATED_ARCH", "900"))
+    monkeypatch.setattr(build, "_compile", compile)
+    assert build.library(source, arch).is_file()
+    monkeypatch.setattr(build, "CHECKS", f"{build.CHECKS} -DOTHER")
+    with pytest.raises(LookupError, match=r"sampling\.cpp"):
+        build.library(source, arch)
+
+
 @slow
 def test_a_grid_that_is_too_large_is_an_error(emulated):
     x = torch.arange(256.0)
@@ -241,8 +251,7 @@ def test_division_by_multiplication(emulated):
         assert torch.equal(pairs, torch.stack((numbers // divisor, numbers % divisor), 1)), divisor
 
 
-@slow
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("dtype", slow_but([SINGLE, HALF], [*BOUNDS]), ids=str)
 @pytest.mark.parametrize("shape", [(2, 33, 70), (1, 1, 40), (3, 64, 1), (0, 3, 4)], ids=str)
 def test_transposition(emulated, shape, dtype):
     """Rows may lie apart; a scale and an addend are rounded once, as ``torch.addcmul`` does."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.emulation import NEEDS, reserved
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_deformable_attention_reads_far_pixels(emulated):
     value[0, -2:] = torch.randn(2, M, d, generator=torch.Generator().manual_seed(0)).half()
     x = (torch.tensor([W - 1.5, W - 1.0, W - 0.5]) / W).double()
     locations = torch.stack((x, torch.full_like(x, 0.5)), -1).float().view(1, 3, 1, 1, 2).expand(1, 3, M, 1, 2)
-    output = emulated.deformable_attention(value, locations, torch.ones(1, 3, M, 1), [H, W], [1])
+    output = emulated.deformable_attention(value, locations, torch.ones(1, 3, M, 1), [H, W], [1], False)
     last, end = value[0, -2].flatten().double(), value[0, -1].flatten().double()
     for pixel, expected in zip(output[0].double(), (last, (last + end) / 2, end)):
         torch.testing.assert_close(pixel, expected, rtol=2e-3, atol=2e-3)

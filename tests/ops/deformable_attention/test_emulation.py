@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from tests.helpers.emulation import NEEDS
+from tests.helpers.emulation import NEEDS, slow_but
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, example
 from tests.ops.test_contract_backends import check
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
+slow = pytest.mark.slow
 by = pytest.mark.parametrize("name, backend", [("deformable_attention", EMULATED)])
 CASES = {
     "a vector a thread": dict(d=32),
@@ -31,6 +32,11 @@ CASES = {
     "no queries": dict(Q=0),
 }
 
+QUICK = [
+    ("a vector a thread", torch.float32), ("several vectors a thread", torch.float16), ("pairs", torch.bfloat16),
+    ("no vectors", torch.float64), ("more than a block", torch.float16),
+]  # fmt: skip
+
 
 @pytest.fixture(autouse=True, params=[0, 1], ids="order {}".format)
 def order(request, monkeypatch):
@@ -39,8 +45,7 @@ def order(request, monkeypatch):
 
 
 @by
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case, dtype", slow_but(QUICK, [(case, dtype) for case in CASES for dtype in BOUNDS]), ids=str)
 def test_equals_the_reference(name, backend, case, dtype):
     """By either kernel of the backward; the deterministic one has no float64."""
     for mode in (nullcontext, deterministic_mode)[: 1 if dtype == torch.float64 else 2]:
@@ -48,6 +53,7 @@ def test_equals_the_reference(name, backend, case, dtype):
             check(example(name, dtype=dtype, **CASES[case]), backend, dtype)
 
 
+@slow
 @by
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("strided", [False, True])
@@ -58,6 +64,7 @@ def test_locations_and_weights_of_the_values_dtype(name, backend, dtype, strided
     check(some._replace(call=spread) if strided else some, backend, dtype)
 
 
+@slow
 @by
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_map_that_no_point_reaches_is_not_read(name, backend, dtype):

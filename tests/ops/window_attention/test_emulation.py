@@ -13,7 +13,7 @@ import torch
 
 from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
-from tests.helpers.emulation import NEEDS, error, reserved
+from tests.helpers.emulation import NEEDS, error, reserved, slow_but
 from tests.helpers.operator_checks import deterministic_mode
 from tests.ops import test_saturated as saturated
 from tests.ops.contract_examples import EXAMPLES, Example
@@ -21,7 +21,8 @@ from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, FIRST, assert_close, differentiate, example, forced, results
 from tests.ops.test_contract_backends import check
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
+slow = pytest.mark.slow
 BOTH, CONTENT, POSITION = (n for n in EXAMPLES if n.startswith("window_attention"))
 SINGLE, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 by = pytest.mark.parametrize(
@@ -60,12 +61,14 @@ SWITCHES = {
 }
 
 
-switches = pytest.mark.parametrize(
-    "dtype, switch",
-    [(dtype, name) for dtype in (SINGLE, HALF, BRAIN) for name in SWITCHES
-     if dtype != SINGLE or name != "no tensor cores"],  # float32 uses none
-    indirect=["switch"], ids=str,
-)  # fmt: skip
+SWITCHED = [(dtype, name) for dtype in (SINGLE, HALF, BRAIN) for name in SWITCHES
+            if dtype != SINGLE or name != "no tensor cores"]  # float32 uses none  # fmt: skip
+# Every kernel: those of tensor cores, of teams of threads, and the general ones, which strides need as well.
+QUICK = [
+    ("two lanes", "exclude", HALF, "tensor cores"), ("odd widths", "zero", BRAIN, "tensor cores"),
+    ("two lanes", "zero", SINGLE, "tensor cores"), ("odd widths", "exclude", HALF, "no tensor cores"),
+    ("odd widths", "exclude", SINGLE, "general kernels"), ("stride and dilation", "zero", BRAIN, "tensor cores"),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -93,9 +96,11 @@ def by_definition(some: Example) -> dict[str, torch.Tensor]:
 
 
 @by
-@switches
-@pytest.mark.parametrize("border", ["exclude", "zero"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case, border, dtype, switch",
+    slow_but(QUICK, [(case, border, *some) for case in CASES for border in ("exclude", "zero") for some in SWITCHED]),
+    indirect=["switch"], ids=str,
+)  # fmt: skip
 def test_equals_the_reference(name, backend, device, case, border, dtype, switch):
     """With NaN where nothing is written."""
     for terms in (BOTH, CONTENT, POSITION):
@@ -105,9 +110,13 @@ def test_equals_the_reference(name, backend, device, case, border, dtype, switch
 
 
 @by
-@dtypes
-@pytest.mark.parametrize("seed", range(1, 4))
-@pytest.mark.parametrize("case", ["stride and dilation", "several blocks", "odd widths"])
+@pytest.mark.parametrize(
+    "case, dtype, seed",
+    slow_but([("odd widths", HALF, 1)],
+             [(case, dtype, seed) for case in ("stride and dilation", "several blocks", "odd widths")
+              for dtype in (SINGLE, HALF, BRAIN) for seed in range(1, 4)]),
+    ids=str,
+)  # fmt: skip
 def test_any_order_of_threads(name, backend, device, case, dtype, seed, monkeypatch):
     """Nothing is added atomically: results are the same, bit by bit."""
     some = drawn(name, device, dtype, **CASES[case])
@@ -117,6 +126,7 @@ def test_any_order_of_threads(name, backend, device, case, dtype, seed, monkeypa
         assert all(torch.equal(result, expected[n]) for n, result in results(some).items())
 
 
+@slow
 @by
 @pytest.mark.parametrize("gap", [0, 1, 3, 8], ids="{} elements between rows".format)
 @pytest.mark.parametrize("kernel", [(3, 3), (7, 7), (1, 4)], ids=str)
@@ -139,6 +149,7 @@ def test_position_logits_at_any_address(name, backend, device, kernel, gap):
         assert_close(actual, expected, BOUNDS[HALF])
 
 
+@slow
 @by
 @dtypes
 @pytest.mark.parametrize("bad", [math.inf, math.nan], ids=str)
@@ -158,6 +169,7 @@ def test_infinity_and_nan_reach_only_their_windows(name, backend, device, dtype,
             assert error(actual[n].cpu()[finite], wanted[finite]) < BOUNDS[dtype]
 
 
+@slow
 @by
 @pytest.mark.parametrize("large", ["query", "key"])
 @pytest.mark.parametrize("power", [-18, 13], ids="gradients of 2^{}".format)
@@ -179,6 +191,7 @@ def test_slopes_beyond_the_range_of_half_numbers(name, backend, device, power, l
     assert error(gradient(backend, some.tensors), exact) < BOUNDS[HALF]
 
 
+@slow
 @by
 @pytest.mark.parametrize("dtype", [SINGLE, BRAIN], ids=str)
 def test_the_lowest_logits_are_not_masks(name, backend, device, dtype):
@@ -190,8 +203,9 @@ def test_the_lowest_logits_are_not_masks(name, backend, device, dtype):
         assert error(some.call(**some.tensors).cpu(), by_definition(some)["output"]) < BOUNDS[dtype]
 
 
+@slow
 @saturated.SIZES
-@switches
+@pytest.mark.parametrize("dtype, switch", SWITCHED, indirect=["switch"], ids=str)
 @pytest.mark.parametrize("name, backend", [(BOTH, EMULATED)])
 @pytest.mark.parametrize("keys", [1, 2, 8, 64])
 def test_gradients_of_saturated_rows(name, backend, dtype, keys, size, switch):
@@ -201,7 +215,7 @@ def test_gradients_of_saturated_rows(name, backend, dtype, keys, size, switch):
 
 
 @by
-@pytest.mark.parametrize("dtype", [SINGLE, HALF], ids=str)
+@pytest.mark.parametrize("dtype", slow_but([HALF], [SINGLE, HALF]), ids=str)
 def test_queries_beyond_the_map(name, backend, device, dtype):
     """Position logits alone may have any grid of queries; a window without a key gives 0."""
     some = drawn(POSITION, device, dtype, B=1)
@@ -220,6 +234,7 @@ def test_what_the_kernels_serve(emulated_windows):
         emulated_windows.forward_(None, None, wide, logits, output, lse, options.numbers(), options.border, 0.3)
 
 
+@slow
 def test_far_keys(emulated_windows, monkeypatch):
     """Keys of more than 2^31 elements, of which few queries see few."""
     monkeypatch.setenv("EMULATOR_RACES", "0")  # whose traces would take a multiple of the memory

@@ -18,7 +18,7 @@ from tests.helpers.operator_checks import deterministic_mode, vary_with_order
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import example, forced, results
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from attn_plugins.ops import reference
 from attn_plugins.ops.deform_conv import cuda
 from attn_plugins.ops.deform_conv.operands import Terms
-from tests.helpers.emulation import NEEDS
+from tests.helpers.emulation import NEEDS, slow_but
 from tests.helpers.operator_checks import deterministic_mode, vary_with_order
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import example, forced, results
 
-pytestmark = [*NEEDS, pytest.mark.slow]
+pytestmark = NEEDS
+slow = pytest.mark.slow
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ALL = (True, True, True, True)
 SEVERAL_BLOCKS = dict(B=2, C=6, map=(12, 16), out=4)  # of 128 pixels, where that is asked for
@@ -77,7 +78,7 @@ class Problem:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
-@pytest.mark.parametrize("size", [n for n in SIZES if n != "several blocks"])
+@pytest.mark.parametrize("size", slow_but(["plain"], [n for n in SIZES if n != "several blocks"]))
 def test_the_sum_is_exact_where_its_terms_are(emulated, size, masked, dtype):
     """It is rounded once, so it equals the exact sum in the input's dtype, bit for bit."""
     problem = Problem(**SIZES[size], masked=masked)
@@ -85,6 +86,7 @@ def test_the_sum_is_exact_where_its_terms_are(emulated, size, masked, dtype):
     assert torch.equal(computed, problem.input_gradient().float().to(dtype))
 
 
+@slow
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**50])
 def test_units(emulated, scale, masked):
@@ -105,6 +107,7 @@ def test_units(emulated, scale, masked):
     assert not torch.equal(inside.double(), terms[..., :-1, :-1])
 
 
+@slow
 @pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**50])
 @pytest.mark.parametrize("term", ["mask", "gradient"])
 @pytest.mark.parametrize("pixels", [None, "128"])
@@ -125,9 +128,14 @@ def test_error_bound(emulated, term, scale, pixels, monkeypatch):
     assert (wrong > expected.abs() * 2.0**-22).any()
 
 
-@pytest.mark.parametrize("name, backend", [("deform_conv2d", EMULATED), ("deform_conv1d", EMULATED)])
-@pytest.mark.parametrize("blocks", [None, "128"], ids=["one block", "blocks of 128 pixels"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("backend", [EMULATED])
+@pytest.mark.parametrize(
+    "name, blocks, dtype",
+    slow_but([("deform_conv1d", "128", torch.float32)],
+             [(name, blocks, dtype) for name in ("deform_conv2d", "deform_conv1d") for blocks in (None, "128")
+              for dtype in DTYPES]),
+    ids=str,
+)  # fmt: skip
 def test_any_order_gives_the_same_bits_in_deterministic_mode(name, backend, dtype, blocks, monkeypatch):
     if blocks:
         monkeypatch.setenv("ATTN_PLUGINS_BLOCK_PIXELS", blocks)
@@ -144,6 +152,7 @@ def test_any_order_gives_the_same_bits_in_deterministic_mode(name, backend, dtyp
     assert varying == ["input"] if dtype == torch.float32 else varying in ([], ["input"])  # no other sum is of atomics
 
 
+@slow
 @pytest.mark.parametrize("spoilt", ["mask", "gradient", "both"])
 @pytest.mark.parametrize("size", ["plain", "odd"])
 def test_numbers_that_are_not_finite_come_out(emulated, size, spoilt):
@@ -164,6 +173,7 @@ def test_numbers_that_are_not_finite_come_out(emulated, size, spoilt):
         assert actual[0].isnan().any()
 
 
+@slow
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
 def test_the_largest_sum(emulated, masked, sign):
@@ -190,6 +200,7 @@ def test_nothing_to_add(emulated, zero):
     assert not problem.call(emulated.deform_conv2d_deterministic_backward)[0].any()
 
 
+@slow
 @pytest.mark.parametrize("layout", ["a mask with strides", "channels last"])
 def test_layouts(emulated, layout):
     problem = Problem(**SIZES["plain"])
