@@ -32,9 +32,11 @@ ADAPTERS = {
     "transformers": "transformers.places",
     "rfdetr": "transformers.places",
     "ultralytics": "transformers.places",
+    "segment_anything": "segment_anything.accelerate",
 }
 SUPPORTED = (
-    "blocks of timm's Swin and Swin V2; attention with relative positions of its SAM and MViTv2; "
+    "blocks of timm's Swin and Swin V2; attention with relative positions of its SAM and MViTv2, of segment_anything, "
+    "and of transformers' SAM, ViTDet and relatives; "
     "multi-scale deformable attention of transformers, rfdetr and Ultralytics; torchvision.ops.DeformConv2d"
 )
 
@@ -76,11 +78,12 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace layers of other packages in a model by this package's operators, in place.
 
     Supported are, in any mixture, blocks of timm's Swin and Swin V2, the attention with decomposed positions of timm's
-    SAM and MViTv2, multi-scale deformable attention of transformers, rfdetr and Ultralytics, and
-    ``torchvision.ops.DeformConv2d``. Parameters, keys, hooks and class names stay; outputs and gradients equal the
-    stock ones up to rounding. The stock code runs where others take part in what is replaced, on devices that this
-    package has no kernels for, and while ``torch.jit``, ``torch.fx`` or an ONNX exporter traces. Code that
-    ``torch.compile`` has compiled before is discarded, in the whole process, since it would go on to run as it is.
+    SAM and MViTv2, of segment_anything, and of transformers' SAM, ViTDet and relatives, multi-scale deformable
+    attention of transformers, rfdetr and Ultralytics, and ``torchvision.ops.DeformConv2d``. Parameters, keys, hooks and
+    class names stay; outputs and gradients equal the stock ones up to rounding. The stock code runs where others take
+    part in what is replaced, on devices that this package has no kernels for, and while ``torch.jit``, ``torch.fx`` or
+    an ONNX exporter traces. Code that ``torch.compile`` has compiled before is discarded, in the whole process, since
+    it would go on to run as it is.
 
     Args:
         model: A model, or a module that contains one.
@@ -341,28 +344,29 @@ def drop_in(places: Iterable[Place], by: str) -> None:
     A repeated call has no effect.
 
     Args:
-        places: At most one of each module.
+        places: What is replaced; a module may have several classes.
         by: Name of the caller in the error.
 
     Raises:
         RuntimeError: An imported module holds other code there; nothing is replaced.
     """
-    by_module = {place.module: place for place in places}
-    for name, place in by_module.items():
-        held = _in_module(sys.modules[name], place) if name in sys.modules else None
+    by_module: dict[str, list[Place]] = {}
+    for place in places:
+        by_module.setdefault(place.module, []).append(place)
+        held = _in_module(sys.modules[place.module], place) if place.module in sys.modules else None
         if held is not None and getattr(held, "__module__", place.package).partition(".")[0] != place.package:
             raise RuntimeError(
-                f"{by} replaces {place.function or f'the {place.method} of {place.layer}'}, but {name} holds {held} "
-                "there; nothing was replaced"
+                f"{by} replaces {place.function or f'the {place.method} of {place.layer}'}, but {place.module} holds "
+                f"{held} there; nothing was replaced"
             )
 
     def replace(module: ModuleType) -> None:
-        place = by_module[module.__name__]
-        held = _in_module(module, place)
-        if held is not None and stock_of(held) is held:
-            owner: Any = module if place.function else getattr(module, place.layer)
-            setattr(owner, place.function or place.method, replacement(place, held))
-            forget_compiled()
+        for place in by_module[module.__name__]:
+            held = _in_module(module, place)
+            if held is not None and stock_of(held) is held:
+                owner: Any = module if place.function else getattr(module, place.layer)
+                setattr(owner, place.function or place.method, replacement(place, held))
+                forget_compiled()
 
     for name in by_module:
         after_import(name, replace)

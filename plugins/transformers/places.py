@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention of transformers, rfdetr and Ultralytics: its places.
+"""Multi-scale deformable attention of transformers, rfdetr and Ultralytics: its places, and all of this adapter.
 
 The stock code also runs for RT-DETR v2, D-FINE and DEIMv2 with ``method="discrete"``. A kernel of the Hub that
 ``use_kernels=True`` or ``kernelize`` loads later takes precedence on its devices.
@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from ..replacement import Place
-from . import sampling
+from . import decomposed, sampling
 
 LAYER, FUNCTION = "MultiScaleDeformableAttention", "multi_scale_deformable_attention"
 ARGUMENTS = tuple(inspect.signature(sampling.layer).parameters)[1:]
@@ -44,6 +44,7 @@ PLACES = (
         caution="train() and val() of Ultralytics build a new model, which accelerate(model) does not reach: "
         "import attn_plugins.transformers.drop_in before them instead",
     ),
+    *decomposed.PLACES,
 )
 _BY_CLASS = {(place.module, place.layer): place for place in PLACES}
 
