@@ -1,4 +1,4 @@
-"""``torchvision.ops.DeformConv2d`` on this package's operator, in any model.
+"""``torchvision.ops.DeformConv2d`` and the windows of torchvision's Swin on this package's operators, in any model.
 
 Derived classes and direct calls of ``torchvision.ops.deform_conv2d`` stay. Outputs and gradients equal torchvision's up
 to rounding, under autocast as well. Half precision also runs on CPUs.
@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import ops
 from ..ops.common.arguments import autocast_dtype
 from ..replacement import Place, accelerate
+from . import swin
 
 __all__ = ["accelerate"]
 
@@ -34,9 +35,10 @@ def deform_conv2d(
         return ops.deform_conv2d(input, offset, weight, bias, *geometry, mask).to(dtype)
 
 
-PLACES = (Place("torchvision.ops.deform_conv", "DeformConv2d", deform_conv2d, exports=True),)
+PLACES = (Place("torchvision.ops.deform_conv", "DeformConv2d", deform_conv2d, exports=True), *swin.PLACES)
+_BY_CLASS = {(place.module, place.layer): place for place in PLACES}
 
 
 def place_of(layer: type) -> Place | None:
     """Return the place of a class of torchvision, or None."""
-    return PLACES[0] if (layer.__module__, layer.__name__) == (PLACES[0].module, PLACES[0].layer) else None
+    return _BY_CLASS.get((layer.__module__, layer.__name__))
