@@ -5,7 +5,7 @@ it back. Importing this package imports neither torch nor a toolkit. Subpackages
 region), ``terms`` (logit terms and position encodings), ``modules`` (toolkit-free ``nn.Module``s),
 ``captioning`` (caption files and rewards, which need none of the others), ``install`` (the toolkits' set-up)
 and the adapters ``mmcv``, ``mmcv_ext`` (mmcv's compiled functions), ``timm``, ``torchvision``,
-``transformers``, ``fairseq`` and ``extensions`` (compiled extensions of other projects).
+``transformers``, ``segment_anything``, ``fairseq`` and ``extensions`` (compiled extensions of other projects).
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ ADAPTERS = {
     "fairseq": {"fairseq", "omegaconf", "hydra"},
     "transformers": {"transformers", "rfdetr", "ultralytics"},
     "torchvision": {"torchvision"},
+    "segment_anything": {"segment_anything"},
 }
 # What adapters import of ours beside the layers.
 BESIDE = {"mmcv": {"autoload"}, "extensions": {"autoload", "mmcv_ext"}, "fairseq": {"captioning"}}

@@ -1,10 +1,10 @@
-"""An accelerated layer behaves as what it replaces: its row of docs/reliability.md, cell by cell."""
+"""An accelerated layer behaves as what it replaces: its rows of docs/reliability.md, cell by cell."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from attn_plugins.transformers import accelerate
 from tests.helpers.replacement import COLUMNS, C, Called, Layer, drawn, printed, rand, verdict
@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 SHAPES = [(6, 8), (3, 4)]
 
 
-def stock() -> nn.Module:
+def deformable_detr() -> nn.Module:
     from transformers.models.deformable_detr import modeling_deformable_detr as of
 
     config = transformers.DeformableDetrConfig(d_model=C, num_feature_levels=2)
@@ -25,16 +25,26 @@ def stock() -> nn.Module:
     return drawn(Called(layer, **given))
 
 
+def sam() -> nn.Module:
+    """Return the eager layer, whose weights are dropped and read."""
+    from transformers.models.sam import modeling_sam as of
+
+    config = transformers.SamVisionConfig(hidden_size=C, num_attention_heads=2, image_size=96, patch_size=16)
+    return drawn(Called(of.SamVisionAttention(config, window_size=0)))
+
+
 def ours(model: nn.Module) -> nn.Module:
     assert accelerate(model, onednn=False)
     return model
 
 
-def inputs() -> tuple[Tensor, ...]:
-    return (rand(2, 60, C),)
+LAYERS = {
+    "`accelerate`, transformers": Layer(deformable_detr, ours, lambda: (rand(2, 60, C),), "deformable_attention"),
+    "`accelerate`, transformers' SAM": Layer(sam, ours, lambda: (rand(2, 6, 8, C),), "global_attention"),
+}
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_cell(column):
-    layer = Layer(stock, ours, inputs, "deformable_attention")
-    assert verdict(layer, COLUMNS[column]) == printed("`accelerate`, transformers")[column]
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_cell(name, column):
+    assert verdict(LAYERS[name], COLUMNS[column]) == printed(name)[column]
