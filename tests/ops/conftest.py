@@ -32,16 +32,21 @@ def full_float32():
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
+def level(session: pytest.Session) -> int:
+    """Return the level of optimization that pays for the selected tests: large emulations are ``slow``."""
+    return int(any(item.get_closest_marker("slow") for item in session.items))
+
+
 @pytest.fixture(scope="session")
-def emulated():
+def emulated(request):
     """Load the sampling operators' kernels once: a process can define their schemas only once."""
-    load(EMULATION / "sampling.cpp", int(os.environ.get("EMULATED_ARCH", "900")))
+    load(EMULATION / "sampling.cpp", int(os.environ.get("EMULATED_ARCH", "900")), level(request.session))
     return torch.ops.attn_plugins_emulated
 
 
 @pytest.fixture(scope="session")
-def emulated_windows():
-    load(Path(__file__).parent / "window_attention/emulation.cpp", arch=800)
+def emulated_windows(request):
+    load(Path(__file__).parent / "window_attention/emulation.cpp", 800, level(request.session))
     return torch.ops.attn_plugins_emulated_window
 
 

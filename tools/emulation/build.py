@@ -20,9 +20,8 @@ BUILT = ROOT / "build" / "emulation"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
-# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors). The calls take
-# the time, so that optimized kernels are no faster; they compile in twice the time.
-CHECKS = """-O0 -g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
+# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors).
+CHECKS = """-g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
     -Wno-unknown-pragmas -Wno-attributes -Wno-uninitialized
     -Wno-maybe-uninitialized -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
@@ -39,26 +38,32 @@ def fills_variables() -> bool:
     return subprocess.run(command, capture_output=True).returncode == 0
 
 
-def load(source: Path, arch: int = 900) -> None:
-    """Load the operators of ``source`` for devices of ``arch``, compiled unless another process has done so."""
-    torch.ops.load_library(str(library(source, arch)))
+def load(source: Path, arch: int = 900, level: int = 0) -> None:
+    """Load the operators of ``source``; the arguments are those of :func:`library`."""
+    torch.ops.load_library(str(library(source, arch, level)))
 
 
-def library(source: Path, arch: int = 900) -> Path:
+def library(source: Path, arch: int = 900, level: int = 0) -> Path:
     """Return the library of ``source`` and of the kernels in ``csrc``, compiled if they have changed.
 
-    Its name has a hash of everything it is compiled from.
+    Its name has a hash of everything it is compiled from, so that processes share it.
+
+    Args:
+        source: File that registers the operators.
+        arch: Compute capability of the emulated device, times 100.
+        level: The compiler's optimization: 1 compiles in twice the time of 0. Calls of the emulator take the time of
+            small cases, which are no faster then; large ones take two thirds.
     """
     import fcntl  # which Windows lacks, where nothing is emulated
 
     BUILT.mkdir(parents=True, exist_ok=True)
-    stem = f"{source.parent.name}-{arch}"
+    stem = f"{source.parent.name}-{arch}-O{level}"
     built = BUILT / f"{stem}-{_digest(source)}.so"
     with (BUILT / f"{stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes of a test run ask for the same library
         if not built.is_file():
             with tempfile.TemporaryDirectory(dir=BUILT) as folder:
-                _compile(source, arch, Path(folder)).rename(built)
+                _compile(source, arch, level, Path(folder)).rename(built)
             for older in {*BUILT.glob(f"{stem}-*.so")} - {built}:
                 older.unlink()
     return built
@@ -72,14 +77,20 @@ def _digest(source: Path) -> str:
     return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
 
-def _compile(source: Path, arch: int, folder: Path) -> Path:
+def _compile(source: Path, arch: int, level: int, folder: Path) -> Path:
     """Compile the kernels with checks, and the emulator's own files without."""
     translate_tree(ROOT / "csrc", folder / "csrc")
     main = folder / "kernels.cpp"
     main.write_text(f'#line 1 "{source}"\n{translate(source.read_text())}')
     site = Path(torch.__file__).parent
     includes = [f"-I{include}" for include in (EMULATION, folder / "csrc", site / "include")]
-    checks = [*CHECKS.split(), *([PATTERN] if fills_variables() else []), f"-DEMULATED_ARCH={arch}", *includes]
+    checks = [
+        *CHECKS.split(),
+        *([PATTERN] if fills_variables() else []),
+        f"-O{level}",
+        f"-DEMULATED_ARCH={arch}",
+        *includes,
+    ]
     objects = []
     for file, options in ((main, checks), (EMULATION / "threads.cpp", ["-O2"]), (EMULATION / "memory.cpp", ["-O2"])):
         objects.append(str(folder / f"{file.stem}.o"))

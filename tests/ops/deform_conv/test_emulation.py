@@ -17,6 +17,7 @@ import torch
 from attn_plugins.ops import reference
 from tests.helpers.emulation import NEEDS, error, slow_but
 from tests.helpers.operator_checks import deterministic_mode
+from tests.ops.conftest import level
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, assert_close, differentiate, example, forced, results
 from tests.ops.test_contract_backends import check
@@ -220,16 +221,17 @@ def test_the_emulator_reports_races_and_bounds(emulated, fault, message):
         emulated.faulty(out, x, fault, 1)
 
 
-def test_a_library_is_compiled_when_something_has_changed(emulated, monkeypatch):
-    def compile(source, arch, folder):
+def test_a_library_is_compiled_when_something_has_changed(emulated, monkeypatch, request):
+    def compile(source, *rest):
         raise LookupError(source.name)
 
-    source, arch = build.EMULATION / "sampling.cpp", int(os.environ.get("EMULATED_ARCH", "900"))
+    arch = int(os.environ.get("EMULATED_ARCH", "900"))
+    options = build.EMULATION / "sampling.cpp", arch, level(request.session)
     monkeypatch.setattr(build, "_compile", compile)
-    assert build.library(source, arch).is_file()
+    assert build.library(*options).is_file()
     monkeypatch.setattr(build, "CHECKS", f"{build.CHECKS} -DOTHER")
     with pytest.raises(LookupError, match=r"sampling\.cpp"):
-        build.library(source, arch)
+        build.library(*options)
 
 
 @slow
