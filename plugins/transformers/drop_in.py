@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from .. import replacement
 from ..ops import use_onednn
-from .places import PLACES
+from .places import DEFORMABLE
 
 
 def replace() -> None:
     """Replace the functions in all families, or none; a repeated call has no effect."""
-    replacement.drop_in(PLACES, __name__)
+    replacement.drop_in(DEFORMABLE, __name__)
     use_onednn()
 
 

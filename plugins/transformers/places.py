@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from ..replacement import Place
-from . import decomposed, sampling
+from . import decomposed, sampling, swin
 
 LAYER, FUNCTION = "MultiScaleDeformableAttention", "multi_scale_deformable_attention"
 ARGUMENTS = tuple(inspect.signature(sampling.layer).parameters)[1:]
@@ -27,7 +27,7 @@ pp_doclayout_v4 rf_detr rt_detr"""
 MASK2FORMER = "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention"
 ONEFORMER = "OneFormerPixelDecoderEncoderMultiscaleDeformableAttention"
 RFDETR, ULTRALYTICS = "rfdetr.models.ops.modules.ms_deform_attn", "ultralytics.nn.modules.transformer"
-PLACES = (
+DEFORMABLE = (  # at most one of each module, as the drop-in requires
     *map(_transformers, ALIKE.split()),
     _transformers("mask2former", MASK2FORMER, FUNCTION),
     _transformers("oneformer", ONEFORMER, FUNCTION),
@@ -44,8 +44,8 @@ PLACES = (
         caution="train() and val() of Ultralytics build a new model, which accelerate(model) does not reach: "
         "import attn_plugins.transformers.drop_in before them instead",
     ),
-    *decomposed.PLACES,
 )
+PLACES = (*DEFORMABLE, *decomposed.PLACES, *swin.PLACES)
 _BY_CLASS = {(place.module, place.layer): place for place in PLACES}
 
 
