@@ -1,0 +1,105 @@
+"""Drop-in replacement of torchvision's deformable convolution on CPUs, for all models of the process.
+
+::
+
+    import attn_plugins.torchvision.drop_in
+
+replaces the CPU kernels of the dispatcher's operator ``torchvision::deform_conv2d``, forward and backward. So the
+function ``torchvision.ops.deform_conv2d`` is served wherever it was imported, before or after, and so is the layer
+``DeformConv2d``. autograd, autocast, ``torch.compile``, exporters and counters see torchvision's operator as before. On
+other devices torchvision's kernels stay. :func:`restore` takes the replacement back.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+
+import torch
+import torchvision  # noqa: F401  it defines the operators
+from torch import Tensor
+
+from ..ops import deform_conv2d
+from ..ops.common import library
+from ..ops.deform_conv.deform_conv import CONVOLVE
+from ..ops.deform_conv.operands import Options, Terms
+
+_lock = threading.Lock()
+_kernels: torch.library.Library | None = None
+
+
+def replace() -> bool:
+    """Replace the kernels; a repeated call has no effect.
+
+    Returns:
+        Whether this package's kernels serve now: torchvision's stay where ours are not compiled.
+    """
+    global _kernels
+    with _lock:
+        if _kernels is None and library.failures()["cpu"] is None:
+            kernels = torch.library.Library("torchvision", "IMPL")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+                kernels.impl("deform_conv2d", _forward, "CPU")
+                kernels.impl("_deform_conv2d_backward", _backward, "CPU")
+            _kernels = kernels
+        return _kernels is not None
+
+
+def restore() -> None:
+    """Take :func:`replace` back."""
+    global _kernels
+    with _lock:
+        if _kernels is not None:
+            _kernels._destroy()
+            _kernels = None
+
+
+def _forward(
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    bias: Tensor,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    groups: int,
+    offset_groups: int,
+    use_mask: bool,
+) -> Tensor:
+    geometry = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
+    with torch.autocast("cpu", enabled=False):  # torchvision's rule for autocast has been applied
+        return deform_conv2d(input, offset, weight, bias, *geometry, mask if use_mask else None)
+
+
+def _backward(
+    grad: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    offset: Tensor,
+    mask: Tensor,
+    bias: Tensor,
+    stride_h: int,
+    stride_w: int,
+    pad_h: int,
+    pad_w: int,
+    dilation_h: int,
+    dilation_w: int,
+    groups: int,
+    offset_groups: int,
+    use_mask: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    terms = Terms(input, offset, weight, bias, mask if use_mask else None)
+    options = Options((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), groups, offset_groups)
+    with torch.autocast("cpu", enabled=False):
+        grads = CONVOLVE.gradients(grad, terms, options, [True] * 4 + [use_mask])
+    found = [term if grad is None else grad for grad, term in zip(grads, terms)]
+    of_mask = grads[4] if grads[4] is not None else torch.zeros_like(mask)
+    return found[0], found[2], found[1], of_mask, found[3]  # type: ignore[return-value]
+
+
+replace()
