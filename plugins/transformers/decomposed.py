@@ -61,7 +61,7 @@ def seggpt(
 
 def weights_are_read(attn: Any) -> bool:
     """Return whether somebody may read the weights that an eager layer returns in every call."""
-    if has_global_hooks() or "forward" in vars(attn) or attn._backward_hooks or attn._backward_pre_hooks:
+    if has_global_hooks() or "forward" in vars(attn):
         return True
     return any(_reads(hook) for hook in attn._forward_hooks.values())
 

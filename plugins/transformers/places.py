@@ -27,7 +27,7 @@ pp_doclayout_v4 rf_detr rt_detr"""
 MASK2FORMER = "Mask2FormerPixelDecoderEncoderMultiscaleDeformableAttention"
 ONEFORMER = "OneFormerPixelDecoderEncoderMultiscaleDeformableAttention"
 RFDETR, ULTRALYTICS = "rfdetr.models.ops.modules.ms_deform_attn", "ultralytics.nn.modules.transformer"
-DEFORMABLE = (  # at most one of each module, as the drop-in requires
+DEFORMABLE = (
     *map(_transformers, ALIKE.split()),
     _transformers("mask2former", MASK2FORMER, FUNCTION),
     _transformers("oneformer", ONEFORMER, FUNCTION),

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_plugins.replacement import is_replaced
-from attn_plugins.transformers import accelerate, decomposed
-from attn_plugins.transformers.places import PLACES
+from attn_plugins.transformers import accelerate
+from attn_plugins.transformers.places import DEFORMABLE
 from tests.transformers.families import INSTALLED, build, inputs
 
-PLACED = [place for place in PLACES if place.module.startswith("transformers.") and place not in decomposed.PLACES]
+PLACED = [place for place in DEFORMABLE if place.module.startswith("transformers.")]
 
 
 class Calls(TorchDispatchMode):
