@@ -18,6 +18,8 @@ __all__ = ["accelerate"]
 
 def attention(stock: Callable[..., Tensor], attn: Any, x: Tensor) -> Tensor:
     """Compute ``Attention.forward``: (B, H, W, C) -> (B, H, W, C)."""
+    if not attn.use_rel_pos:
+        return stock(attn, x)
     tables = attn.rel_pos_h, attn.rel_pos_w
     return decomposed_attention(x, attn.qkv, attn.proj, tables, attn.num_heads, attn.scale)
 
