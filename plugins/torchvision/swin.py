@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..modules.tokens.partition import attend_in_segments, on_windows
+from ..modules.tokens.partition import attend_by_cosine, attend_in_segments, on_windows
 from ..modules.tokens.token_moves import grouped_qkv
 from ..modules.tokens.window_speed import stock_is_faster
 from ..replacement import Place
-from ..terms.cosine_scale import cosine_operands
 
 Stock = Callable[..., Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
@@ -46,7 +45,7 @@ def swin_v2(stock: Stock, attn: Any, x: Tensor) -> Tensor:
         bias = torch.cat((query_bias, torch.zeros_like(key_bias), value_bias))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, logits: Tensor, segments: Tensor | None) -> Tensor:
-        return attend_in_segments(*cosine_operands(q, k, attn.logit_scale), v, logits, segments)
+        return attend_by_cosine(q, k, v, logits, segments, attn.logit_scale)
 
     return _in_windows(attn, x, bias, attend)
 

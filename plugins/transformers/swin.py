@@ -17,11 +17,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..modules.common.untouched import has_global_hooks, untouched
-from ..modules.tokens.partition import OnWindows, attend_in_segments, on_windows
+from ..modules.tokens.partition import OnWindows, attend_by_cosine, attend_in_segments, on_windows
 from ..modules.tokens.window_speed import stock_is_faster
 from ..ops.common.axes import unflatten
 from ..replacement import Place
-from ..terms.cosine_scale import cosine_operands
 from ..terms.log_positions import bounded_logits
 
 Stock = Callable[..., Any]
@@ -82,9 +81,9 @@ def swin_v2(
 
     def compute(tokens: Tensor, segments: Tensor | None) -> Tensor:
         q, k, v = _heads(tokens, inner.num_attention_heads, inner.query, inner.key, inner.value)
-        q, k = cosine_operands(q, k, inner.logit_scale)
         table = inner.continuous_position_bias_mlp(inner.relative_coords_table).flatten(0, 2)
-        return attn.output(attend_in_segments(q, k, v, _laid_out(bounded_logits(table), inner), segments), tokens)
+        logits = _laid_out(bounded_logits(table), inner)
+        return attn.output(attend_by_cosine(q, k, v, logits, segments, inner.logit_scale), tokens)
 
     attended = layer.layernorm_before(_in_windows(layer, hidden_states, input_dimensions, compute))
     residual = hidden_states + layer.drop_path(attended)

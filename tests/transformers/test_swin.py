@@ -1,4 +1,4 @@
-"""``accelerate`` of windows in transformers' Swin, Swin V2 and relatives on our operator, layer by layer and in models."""
+"""``accelerate``: windows of transformers' Swin, Swin V2 and relatives on our operator, in layers and in models."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from tests.helpers.replacement import COLUMNS, C, Called, Layer, Watch, drawn, p
 transformers = pytest.importorskip("transformers")
 
 FAMILIES = {place.layer.removesuffix("Layer"): place for place in swin.PLACES}
-ROWS = {"Swin": "`accelerate`, transformers' Swin", "Swinv2": "`accelerate`, transformers' Swin V2"}
+ROWS = {
+    "Swin": "`accelerate`, transformers' Swin",
+    "Swinv2": "`accelerate`, transformers' Swin V2",
+    "DonutSwin": "`accelerate`, transformers' Swin of Donut",
+}
 ALWAYS = {"Swin", "DonutSwin", "ClapAudio"}  # families whose layers can be asked never to shrink their windows
 SIZES = [(8, 12), (7, 9), (4, 6)]  # whole windows, padding, and a map that one window covers along one axis
 
@@ -102,3 +106,126 @@ def test_autocast(name):
         found, expected = ours(layer(name))(tokens()), layer(name)(tokens())
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("dropped", ["attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dropout(name, dropped):
+    """Weights are dropped by the stock code; other dropout draws the same numbers as in stock."""
+    stock, replaced = layer(name, **{dropped: 0.5}).train(), ours(layer(name, **{dropped: 0.5}).train())
+    results = []
+    for module in (stock, replaced):
+        torch.manual_seed(3)
+        results.append(module(tokens()))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+    assert runs_ours(replaced, tokens()) == (dropped != "attention_probs_dropout_prob")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # class, config, options
+    "swin": ("SwinModel", "Swin", {}),
+    "swin backbone": ("SwinBackbone", "Swin", dict(out_features=["stage1", "stage2"])),
+    "donut": ("DonutSwinModel", "DonutSwin", {}),
+    "maskformer": ("MaskFormerSwinBackbone", "MaskFormerSwin", dict(out_features=["stage1", "stage2"])),
+    "swin v2": ("Swinv2Model", "Swinv2", dict(pretrained_window_sizes=[6, 3])),
+    "swin2sr": ("Swin2SRModel", "Swin2SR", {}),
+}
+
+
+def model(name: str, **options: Any) -> nn.Module:
+    kind, config, given = MODELS[name]
+    found = getattr(transformers, kind, None) or getattr(importlib.import_module(FAMILIES[config].module), kind)
+    torch.manual_seed(0)
+    configuration = configured(config, **given, drop_path_rate=0.0)
+    for key, value in options.items():
+        setattr(configuration, key, value)
+    return drawn(found(configuration))
+
+
+def picture(size: tuple[int, int] = (44, 36)) -> Tensor:
+    return rand(2, 3, *size)
+
+
+def states(result: Any) -> list[Tensor]:
+    """Return the outputs of a model or of a backbone."""
+    return [*result.feature_maps] if hasattr(result, "feature_maps") else [result.last_hidden_state]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_models(name):
+    stock, replaced, x = model(name).double(), model(name).double(), picture().double()
+    names = accelerate(replaced, onednn=False)
+    assert len(names) == 4
+    results = []
+    for module in (stock, replaced):
+        outputs = states(module(x))
+        sum((output * output.detach().cos()).sum() for output in outputs).backward()
+        results.append([*outputs, *(p.grad for p in module.parameters() if p.grad is not None)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert runs_ours(replaced, x)
+
+
+def test_claps_audio_model():
+    config = configured("ClapAudio", spec_size=32, num_mel_bins=8, hidden_size=2 * C, enable_fusion=False)
+    torch.manual_seed(0)
+    replaced = drawn(transformers.ClapAudioModel(config))
+    x = rand(2, 1, 32, 8)
+    expected = replaced(x).last_hidden_state
+    assert len(accelerate(replaced, onednn=False)) == 4
+    torch.testing.assert_close(replaced(x).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+    assert runs_ours(replaced, x)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "swin backbone"])
+def test_attention_weights_are_stocks(name):
+    options = {"_attn_implementation": "eager"} if name == "swin" else {}
+    stock, replaced = model(name, **options), ours(model(name, **options))
+    for given in (dict(output_attentions=True), dict(output_attentions=True, output_hidden_states=True)):
+        found, expected = (module(picture(), **given) for module in (replaced, stock))
+        assert len(found.attentions) == len(expected.attentions) > 0
+        for a, b in zip(found.attentions, expected.attentions, strict=True):
+            assert torch.equal(a, b)
+        assert not runs_ours(replaced, picture(), **given)
+    hidden = [module(picture(), output_hidden_states=True).hidden_states for module in (replaced, stock)]
+    for a, b in zip(*hidden, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("implementation, serves", [("sdpa", True), ("eager", False), ("own", False)])
+def test_swin_by_another_implementation_is_stocks(implementation, serves):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("own", lambda *args, **options: sdpa_attention_forward(*args, **options))
+    replaced = ours(model("swin", _attn_implementation=implementation))
+    assert runs_ours(replaced, picture()) == serves
+
+
+def test_gradient_checkpointing_stays():
+    replaced, x = model("swin").double().train(), picture().double()
+    names = accelerate(replaced, onednn=False)
+    parameters = [p for key, p in replaced.named_parameters() if "encoder" in key]
+    plain = torch.autograd.grad(replaced(x).last_hidden_state.square().sum(), parameters)
+    replaced.gradient_checkpointing_enable()
+    output = replaced(x).last_hidden_state.square().sum()
+    calls: list[nn.Module] = []
+    for name in names:
+        replaced.get_submodule(name).mlp.register_forward_hook(lambda part, *_: calls.append(part))
+    again = torch.autograd.grad(output, parameters)
+    assert len(set(calls)) == len(names)  # the forward runs again within the backward
+    for found, expected in zip(again, plain, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_layers_of_other_versions_stay():
+    """Before 5.24, layers took head masks as well, and their arguments had other places."""
+
+    def forward(self, hidden_states, input_dimensions, head_mask=None, output_attentions=False): ...
+
+    module = layer("Swinv2").layer
+    earlier = type("Swinv2Layer", (type(module),), {"forward": forward, "__module__": type(module).__module__})
+    assert FAMILIES["Swinv2"].supports(module)
+    module.__class__ = earlier
+    assert not FAMILIES["Swinv2"].supports(module)

@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...ops import sequence_attention
+from ...terms.alignment import unit_vectors
 from ...terms.cached import cached
+from ...terms.cosine_scale import cosine_scale
 from ...terms.window import shifted_window_segments
 from .token_moves import inverse, reorder
 
@@ -65,3 +67,17 @@ def attend_in_segments(
     """Attend within windows: heads (n, M, N, d) and position logits (1, M, N, N) -> (n, N, M * d)."""
     output = sequence_attention(query, key, value, position_logits=logits, segment_ids=segments, scale=scale)
     return output.transpose(1, 2).flatten(2)
+
+
+def attend_by_cosine(
+    query: Tensor, key: Tensor, value: Tensor, logits: Tensor, segments: Tensor | None, logit_scale: Tensor
+) -> Tensor:
+    """Attend as :func:`attend_in_segments` by scaled cosines (Liu et al. 2022, Eq. 2); ``logit_scale`` is (M, 1, 1).
+
+    Keys of padding are zero vectors. Their gradients, which hooks may see, depend on the ``eps`` of ``normalize``, so
+    that it is stock's, except in half precision, in which stock divides by 0.
+    """
+    halves = value.dtype in (torch.float16, torch.bfloat16)
+    q, k = (unit_vectors(x) if halves else F.normalize(x, dim=-1) for x in (query, key))
+    q = q * cosine_scale(logit_scale).to(q.dtype)
+    return attend_in_segments(q, k, value, logits, segments)
