@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from .import_hooks import after_import
 from .ops import use_onednn
+from .ops.common import library, triton_launch
 from .ops.common.gradients import traced
 
 # Adapters by the package whose layers they know; each has PLACES and ``place_of``.
@@ -316,13 +317,30 @@ def _runs_stock(x: Any, exports: bool) -> bool:
     torch.fx passes proxies, on which our code cannot decide anything. A traced file holds PyTorch's operations, so that
     other programs read it.
     """
-    if not isinstance(x, Tensor) or x.device.type not in ("cpu", "cuda"):
+    if not isinstance(x, Tensor) or not _has_kernels(x.device.type, x.device.index or 0):
         return True
     if not traced():
         return False
     if torch.onnx.is_in_onnx_export():
         return not exports
     return torch.jit.is_tracing()
+
+
+def _has_kernels(device_type: str, index: int) -> bool:
+    """Return whether kernels of this package run on a device; PyTorch's operations would be slower than stock."""
+    return _known_kernels(device_type, index)
+
+
+# As torch.compiler.assume_constant_result does, which would import all of dynamo.
+_has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _known_kernels(device_type: str, index: int) -> bool:
+    failures = library.failures()
+    if device_type == "cuda":
+        return failures["cuda"] is None or triton_launch.runs_on(index)
+    return device_type == "cpu" and failures["cpu"] is None
 
 
 def _calling(method: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

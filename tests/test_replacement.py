@@ -21,7 +21,10 @@ from torch.ao.quantization.quantize_fx import prepare_fx
 from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.ops import DeformConv2d
 
+from attn_plugins import replacement
+from attn_plugins.ops.common import library
 from attn_plugins.replacement import accelerate, is_replaced, restore
+from tests.helpers.replacement import Watch
 
 SWIN = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(2, 4), num_classes=3)
 SAM = dict(img_size=64, embed_dim=16, depth=2, num_heads=2, window_size=3, global_attn_indexes=(1,), num_classes=3)
@@ -245,3 +248,24 @@ def test_a_class_that_other_code_has_patched(monkeypatch):
     monkeypatch.setattr(DeformConv2d, "forward", lambda self, x, offset: x)
     with pytest.raises(RuntimeError, match=r"forward of DeformConv2d is .*, not torchvision's; nothing was replaced"):
         accelerate(model)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_stock_runs_where_no_kernel_serves(device, monkeypatch):
+    """On other devices, and on CPUs where nothing was compiled."""
+    model = MODELS["torchvision"][0]()
+    accelerate(model)
+    x = picture()
+    served = model(x)
+    if device == "cpu":
+        monkeypatch.setitem(library.failures(), "cpu", "there is no _C binary")
+    replacement._known_kernels.cache_clear()
+    try:
+        with Watch("attn_plugins") as ours:
+            found = model.to(device)(x.to(device))
+    finally:
+        replacement._known_kernels.cache_clear()
+    assert not ours.seen
+    assert found.shape == served.shape
+    if device == "cpu":
+        same(found, served)

@@ -1,7 +1,7 @@
 """``torchvision.ops.DeformConv2d`` and the windows of torchvision's Swin on this package's operators, in any model.
 
-Derived classes and direct calls of ``torchvision.ops.deform_conv2d`` stay; the drop-in serves these on CPUs. Outputs and gradients equal torchvision's up
-to rounding, under autocast as well. Half precision also runs on CPUs.
+Derived classes and direct calls of ``torchvision.ops.deform_conv2d`` stay; the drop-in serves these on CPUs. Outputs
+and gradients equal torchvision's up to rounding, under autocast as well. Half precision also runs on CPUs.
 """
 
 from __future__ import annotations
