@@ -212,7 +212,7 @@ def test_gradient_checkpointing_stays():
     output = replaced(x).last_hidden_state.square().sum()
     calls: list[nn.Module] = []
     for name in names:
-        replaced.get_submodule(name).mlp.register_forward_hook(lambda part, *_: calls.append(part))
+        replaced.get_submodule(name).mlp.register_forward_pre_hook(lambda part, _: calls.append(part))
     again = torch.autograd.grad(output, parameters)
     assert len(set(calls)) == len(names)  # the forward runs again within the backward
     for found, expected in zip(again, plain, strict=True):
