@@ -25,7 +25,15 @@ from timm.models import mvitv2, swin_transformer, swin_transformer_v2
 from torch import Tensor
 
 from ..modules.tokens.window_speed import stock_is_faster
-from ..modules.tokens.windows import Fill, TableAttention, in_windows, needs_weights, predicted_logits, project_v2
+from ..modules.tokens.windows import (
+    Fill,
+    TableAttention,
+    in_windows,
+    needs_weights,
+    on_tokens,
+    predicted_logits,
+    project_v2,
+)
 from ..ops import global_attention, sequence_attention
 from ..ops.common.axes import unflatten
 from ..replacement import Place, accelerate
@@ -64,23 +72,18 @@ def swin_v2_windows(stock: Stock, block: Any, x: Tensor) -> Tensor:
 def _attend_windows(block: Any, x: Tensor, project: Callable[[Tensor], Tensor], fill: Fill) -> Tensor:
     attn = block.attn
     output = in_windows(x, block.window_size, block.shift_size, attn.num_heads, project, fill)
-    return attn.proj_drop(_on_tokens(attn.proj, output))
-
-
-def _on_tokens(layer: Any, x: Tensor) -> Tensor:
-    """Call a layer on a map (B, H, W, C) as tokens (B, H * W, C): wrappers rely on the rank that timm passes."""
-    return unflatten(layer(x.flatten(1, 2)), 1, x.shape[1:3])
+    return attn.proj_drop(on_tokens(attn.proj, output))
 
 
 def sam_attention(stock: Stock, attn: Any, x: Tensor) -> Tensor:
     """Compute SAM's ``Attention.forward``, (B, H, W, C) -> (B, H, W, C), with logits of rows and of columns."""
     if needs_weights(attn):
         return stock(attn, x)
-    q, k, v = unflatten(_on_tokens(attn.qkv, x), 3, (3, attn.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+    q, k, v = unflatten(on_tokens(attn.qkv, x), 3, (3, attn.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
     q, k = attn.q_norm(q), attn.k_norm(k)
     rows, columns = decomposed_logits(q, attn.rel_pos_h, attn.rel_pos_w)
     output = global_attention(q, k, v, row_logits=rows, column_logits=columns, scale=attn.scale)
-    return attn.proj_drop(_on_tokens(attn.proj, output.permute(0, 2, 3, 1, 4).flatten(3)))
+    return attn.proj_drop(on_tokens(attn.proj, output.permute(0, 2, 3, 1, 4).flatten(3)))
 
 
 def mvit_attention(stock: Stock, attn: Any, x: Tensor, feat_size: list[int]) -> tuple[Tensor, list[int]]:

@@ -6,9 +6,9 @@ import copy
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_plugins import ops
 from tests.helpers.non_finite import non_finite
+from tests.helpers.wrappers import Rotated, Wrapped, exchanged, increased
 
 C = 16  # channels of the layers
 Result = dict[str, Any]
@@ -138,29 +139,6 @@ def backward_hooks(module: nn.Module, inputs: Inputs, within: str = "") -> Resul
     return hooks(module, lambda: module(*leaves).square().sum().backward(), within, *kinds)
 
 
-@contextmanager
-def exchanged(module: nn.Module, name: str, part: nn.Module) -> Iterator[None]:
-    parent, _, key = name.rpartition(".")
-    owner = module.get_submodule(parent)
-    stock = getattr(owner, key)
-    setattr(owner, key, part)
-    try:
-        yield
-    finally:
-        setattr(owner, key, stock)
-
-
-class Wrapped(nn.Module):
-    """What LoRA's wrappers look like: the layer inside, something added, no ``weight``."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        return increased(self.inner(*args, **options))
-
-
 def leaves_replaced(module: nn.Module, inputs: Inputs, within: str, make: Callable[[nn.Module], nn.Module]) -> Result:
     def run(name: str, part: nn.Module) -> Any:
         if not name or next(part.children(), None) is not None or isinstance(part, nn.Identity):
@@ -175,10 +153,6 @@ def leaves_replaced(module: nn.Module, inputs: Inputs, within: str, make: Callab
 def changed(output: Tensor, plain: Tensor) -> Tensor | None:
     """Return what a change made of the output; None if the layer ignores it, as torch does where it reads weights."""
     return None if torch.equal(output, plain) else output
-
-
-def increased(output: Any) -> Any:
-    return (1.5 * output[0], *output[1:]) if isinstance(output, tuple) else 1.5 * output
 
 
 def odd(part: nn.Module) -> nn.Module:
@@ -333,22 +307,6 @@ def class_names(module: nn.Module, inputs: Inputs) -> Result:
     sizes = {"cpu": 1 << 30, "disk": 1 << 30}
     kinds = [kind for kind in set(named.values()) if kind not in ("Linear", "Conv2d")]
     return {"names": named, "passed": passed, "map": infer_auto_device_map(module, sizes, kinds)}
-
-
-class Rotated(nn.Module):
-    """What PEFT's OFT looks like: it rotates pairs of each token's channels, and takes no maps (B, H, W, C)."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name) if name in ("inner", "_modules") else getattr(self.inner, name)
-
-    def forward(self, x: Tensor, *args: Any, **options: Any) -> Any:
-        assert x.dim() < 4
-        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return self.inner(torch.stack((0.6 * first - 0.8 * second, 0.8 * first + 0.6 * second), -1).flatten(-2))
 
 
 def rotated_children(module: nn.Module, inputs: Inputs, within: str = "") -> Result:

@@ -24,6 +24,7 @@ from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has
 from tests.helpers.module_inputs import INPUTS, inputs
 from tests.helpers.operator_checks import DEVICES
 from tests.helpers.public_modules import IDENTITIES, MODULES, VARIANTS, public_modules
+from tests.helpers.wrappers import Rotated, exchanged
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 every_variant = pytest.mark.parametrize("name", VARIANTS)
@@ -188,6 +189,17 @@ def test_the_memory_format_is_that_of_the_input(name, size, autocast):
 DROPPING = [name for name, build in VARIANTS.items() if "dropout" in inspect.signature(build).parameters]
 # Their outputs are linear in what is dropped.
 LINEAR = ("Bilateral", "Multihead", "MultiScale", "Relative", "SpatialSelf", "WindowSelf")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_linear_layers_get_tokens_and_no_maps(name):
+    """Adapters such as PEFT's OFT rely on it."""
+    layer, (args, kwargs) = made(name).eval(), inputs(name)
+    for path, part in list(layer.named_modules()):
+        if isinstance(part, nn.Linear) and part.in_features % 2 == 0:
+            with exchanged(layer, path, Rotated(part)):
+                layer(*args, **kwargs)
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ from .windows import (
     TableAttention,
     in_windows,
     masked,
+    on_tokens,
     predicted_table,
     project_v2,
     window_maps,
@@ -211,9 +212,10 @@ class WindowSelfAttention(GridTerms):
         self._check(x)
         dropout = self._dropout()
         if self.window == "centred":
-            return self.proj(attend(self._centred(x), dropout).permute(0, 2, 3, 1, 4).flatten(3))
+            return on_tokens(self.proj, attend(self._centred(x), dropout).permute(0, 2, 3, 1, 4).flatten(3))
         fill = self._fill(by_axes=dropout == 0)
-        return self.proj(in_windows(x, *self._windows(), fill, lambda logits: attend(logits, dropout)))
+        output = in_windows(x, *self._windows(), fill, lambda logits: attend(logits, dropout))
+        return on_tokens(self.proj, output)
 
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights for inspection, without dropout, in O(N²) memory without ``queries``.
@@ -335,7 +337,7 @@ class WindowSelfAttention(GridTerms):
     def _centred(self, x: Tensor) -> WindowLogits:
         """Return what attention in centred windows adds up."""
         H, W = x.shape[1:3]
-        q, k, v = unflatten(self._project(x), 3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
+        q, k, v = unflatten(on_tokens(self._project, x), 3, (3, self.num_heads, -1)).permute(3, 0, 4, 1, 2, 5).unbind(0)
         q, k = self._operands(q, k)
         radius = self.radius if self.radius is not None else max(self.window_size)
         reach = min(self.window_size[0] // 2, radius), min(self.window_size[1] // 2, radius)

@@ -151,6 +151,11 @@ def project_v2(tokens: Tensor, qkv: nn.Linear, q_bias: Tensor | None, v_bias: Te
     return F.linear(tokens, qkv.weight, bias) if untouched(qkv, nn.Linear) else qkv(tokens) + bias
 
 
+def on_tokens(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Call a layer on a map (B, H, W, C) as tokens (B, H * W, C): adapters such as PEFT's OFT take no maps."""
+    return unflatten(layer(x.flatten(1, 2)), 1, x.shape[1:3])
+
+
 def needs_weights(attn: Any, stock: type[nn.Module] | None = None) -> bool:
     """Return whether a toolkit's layer must run its own code, as its weights are dropped or its modules in use.
 
