@@ -36,7 +36,8 @@ ADAPTERS = {
     "segment_anything": "segment_anything.accelerate",
 }
 SUPPORTED = (
-    "blocks of timm's Swin and Swin V2; attention with relative positions of its SAM and MViTv2, of segment_anything, "
+    "Swin and Swin V2 of timm, transformers and torchvision; "
+    "attention with relative positions of timm's SAM and MViTv2, of segment_anything, "
     "and of transformers' SAM, ViTDet and relatives; "
     "multi-scale deformable attention of transformers, rfdetr and Ultralytics; torchvision.ops.DeformConv2d"
 )
@@ -78,13 +79,13 @@ class Place(NamedTuple):
 def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace layers of other packages in a model by this package's operators, in place.
 
-    Supported are, in any mixture, blocks of timm's Swin and Swin V2, the attention with decomposed positions of timm's
-    SAM and MViTv2, of segment_anything, and of transformers' SAM, ViTDet and relatives, multi-scale deformable
-    attention of transformers, rfdetr and Ultralytics, and ``torchvision.ops.DeformConv2d``. Parameters, keys, hooks and
-    class names stay; outputs and gradients equal the stock ones up to rounding. The stock code runs where others take
-    part in what is replaced, on devices that this package has no kernels for, and while ``torch.jit``, ``torch.fx`` or
-    an ONNX exporter traces. Code that ``torch.compile`` has compiled before is discarded, in the whole process, since
-    it would go on to run as it is.
+    Supported are, in any mixture, Swin and Swin V2 of timm, transformers and torchvision, the attention with decomposed
+    positions of timm's SAM and MViTv2, of segment_anything, and of transformers' SAM, ViTDet and relatives, multi-scale
+    deformable attention of transformers, rfdetr and Ultralytics, and ``torchvision.ops.DeformConv2d``. Parameters,
+    keys, hooks and class names stay; outputs and gradients equal the stock ones up to rounding. The stock code runs
+    where others take part in what is replaced, on devices that this package has no kernels for, and while
+    ``torch.jit``, ``torch.fx`` or an ONNX exporter traces. Code that ``torch.compile`` has compiled before is
+    discarded, in the whole process, since it would go on to run as it is.
 
     Args:
         model: A model, or a module that contains one.

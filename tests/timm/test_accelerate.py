@@ -180,7 +180,9 @@ def test_nothing_is_found(name):
     options = dict(use_rel_pos=False) if "sam" in name else {}
     with torch.device("meta"):
         model = timm.create_model(name, **options)
-    with pytest.raises(ValueError, match=r"model must contain layers to accelerate: blocks of timm's Swin .* has none"):
+    with pytest.raises(
+        ValueError, match=r"model must contain layers to accelerate: Swin and Swin V2 of timm.* has none"
+    ):
         accelerate(model)
 
 
