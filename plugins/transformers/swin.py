@@ -153,7 +153,7 @@ def _uses_sdpa(attn: Any) -> bool:
 
     if attn.training and attn.attention_dropout > 0:
         return False
-    return ALL_ATTENTION_FUNCTIONS.get_interface(attn.config._attn_implementation, None) is sdpa_attention_forward
+    return ALL_ATTENTION_FUNCTIONS.get(attn.config._attn_implementation) is sdpa_attention_forward
 
 
 def _place(family: str, prefix: str, ours: Callable[..., Any]) -> Place:
