@@ -27,12 +27,12 @@ PLACED = [place for place in DEFORMABLE if place.module.startswith("transformers
 
 
 class Calls(TorchDispatchMode):
-    """Counter of the calls of our operator."""
+    """Counter of the calls of our operators: of sampling layers, and of Swin's windows in backbones."""
 
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += "deformable_attention" in str(function)
+        self.count += any(operator in str(function) for operator in ("deformable_attention", "sequence_attention"))
         return function(*args, **(kwargs or {}))
 
 
@@ -98,7 +98,8 @@ def test_outputs_and_gradients(family):
 
 def recorded(model: nn.Module, given: dict[str, Tensor]) -> list[tuple[str, tuple[Any, ...], dict[str, Any], Any]]:
     """Return the name, arguments and output of every layer that samples."""
-    names = accelerate(copy.deepcopy(model))
+    samplers = {place.layer for place in DEFORMABLE}
+    names = [name for name in accelerate(copy.deepcopy(model)) if type(model.get_submodule(name)).__name__ in samplers]
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any], Any]] = []
     handles = [
         model.get_submodule(name).register_forward_hook(
