@@ -2,8 +2,8 @@
 
 All modules inside a layer but the attention itself are called as by stock, in the order of windows. The stock code runs
 where weights are asked for or dropped; where the attention, its dropout or all modules have hooks, or the first two are
-replaced; for Swin with another ``attn_implementation`` than ``"sdpa"``; and where it was measured to be faster
-(``modules.tokens.window_speed``). Masks of shifted windows are -inf instead of -100.
+replaced; for Swin on CUDA, and with another ``attn_implementation`` than ``"sdpa"``; and where it was measured to be
+faster (``modules.tokens.window_speed``). Masks of shifted windows are -inf instead of -100.
 
 Shapes: B batch, (H, W) the map, C channels, n windows, N tokens of a window, M heads, d width per head.
 """
@@ -34,7 +34,8 @@ def swin(
     """Compute ``SwinLayer.forward`` of transformers 5, (B, H * W, C) -> (B, H * W, C), by SDPA's rules: no weights."""
     attn = layer.attention
     asked = any(option is not None and option is not False for option in kwargs.values())
-    if asked or not _is_idle(layer) or not _uses_sdpa(attn) or stock_is_faster("Swin", hidden_states, attn):
+    # On CUDA only attention that is not fused was measured, and stock's is.
+    if asked or hidden_states.is_cuda or not _is_idle(layer) or not _uses_sdpa(attn):
         return stock(layer, hidden_states, input_dimensions, always_partition, **kwargs)
     if not always_partition:
         layer.set_shift_and_window_size(input_dimensions)
