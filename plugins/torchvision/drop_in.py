@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torchvision  # noqa: F401  it defines the operators
 from torch import Tensor
 
-from ..ops import deform_conv2d
+from ..ops import backend, deform_conv2d
 from ..ops.common import library
 from ..ops.deform_conv.deform_conv import CONVOLVE
 from ..ops.deform_conv.operands import Options, Terms
@@ -55,6 +57,16 @@ def restore() -> None:
             _kernels = None
 
 
+@contextmanager
+def _by_our_kernels() -> Iterator[None]:
+    """Compute by the C++ kernels, once torchvision's rule for autocast has been applied.
+
+    Our table of backends ends in torchvision's operator, which would call this file again.
+    """
+    with torch.autocast("cpu", enabled=False), backend("cpu"):
+        yield
+
+
 def _forward(
     input: Tensor,
     weight: Tensor,
@@ -72,7 +84,7 @@ def _forward(
     use_mask: bool,
 ) -> Tensor:
     geometry = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    with torch.autocast("cpu", enabled=False):  # torchvision's rule for autocast has been applied
+    with _by_our_kernels():
         return deform_conv2d(input, offset, weight, bias, *geometry, mask if use_mask else None)
 
 
@@ -95,7 +107,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     terms = Terms(input, offset, weight, bias, mask if use_mask else None)
     options = Options((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), groups, offset_groups)
-    with torch.autocast("cpu", enabled=False):
+    with _by_our_kernels():
         grads = CONVOLVE.gradients(grad, terms, options, [True] * 4 + [use_mask])
     found = [term if grad is None else grad for grad, term in zip(grads, terms)]
     of_mask = grads[4] if grads[4] is not None else torch.zeros_like(mask)

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torchvision.ops import DeformConv2d, deform_conv2d
 
+from attn_plugins import ops
 from attn_plugins.torchvision import drop_in
 from tests.helpers.replacement import Watch
+
+drop_in.restore()  # the import has replaced the kernels of all tests
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +109,12 @@ def test_no_images_and_halves():
     assert results(model, x[:0])[0].shape == (0, 6, 7, 9)
     half = deform_conv2d(torch.rand(1, 2, 4, 5).half(), torch.zeros(1, 18, 2, 3).half(), torch.ones(3, 2, 3, 3).half())
     assert half.dtype == torch.float16
+
+
+def test_our_backend_of_torchvisions_kernels_does_not_call_itself():
+    model, x = build()
+    expected = model(x)
+    drop_in.replace()
+    operands = x, model.offset(x), model.conv.weight, model.conv.bias, 1, 2, 2, model.mask(x).sigmoid()
+    with ops.backend("torchvision"):
+        torch.testing.assert_close(ops.deform_conv2d(*operands), expected)

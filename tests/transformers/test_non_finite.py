@@ -12,12 +12,6 @@ from torch import Tensor
 from attn_plugins.transformers import sampling
 from tests.transformers.test_sampling import SHAPES, defined, operands, refused
 
-transformers = pytest.importorskip("transformers")
-
-from tests.helpers.non_finite import non_finite  # noqa: E402
-from tests.helpers.replacement import Layer, verdict  # noqa: E402
-from tests.transformers.test_replaced_layers import inputs, ours, stock  # noqa: E402
-
 LIST = [list(shape) for shape in SHAPES]
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 FUNCTIONS: dict[str, Function] = {
@@ -63,7 +57,3 @@ def test_under_autocast(name):
     with torch.autocast("cpu", torch.bfloat16):
         output = FUNCTIONS[name](*(tensor.index_fill(1, torch.tensor(1), math.nan) for tensor in operands()))
     assert output[:, 1].isnan().all()
-
-
-def test_a_layer():
-    assert verdict(Layer(stock, ours, inputs, "deformable_attention"), non_finite) == "as stock"
