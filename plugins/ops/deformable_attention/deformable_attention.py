@@ -28,6 +28,7 @@ from . import cpu, cuda, eager, onnx, reference, triton
 from .operands import Options, Terms
 
 NanPolicy = Literal["zero", "propagate"]
+NAN_POLICIES = get_args(NanPolicy)
 
 
 def deformable_attention(
@@ -75,8 +76,8 @@ def deformable_attention(
         ValueError: a shape or a device does not match, or ``nan_policy`` is unknown.
         TypeError: an argument is not a Tensor or has an unsupported dtype.
     """
-    if nan_policy not in get_args(NanPolicy):
-        raise ValueError(f"nan_policy must be one of {', '.join(get_args(NanPolicy))}, got {nan_policy!r}")
+    if nan_policy not in NAN_POLICIES:
+        raise ValueError(f"nan_policy must be one of {', '.join(NAN_POLICIES)}, got {nan_policy!r}")
     check_tensors("value", value=value)
     check_dim("value", value, "(B, S, M, d)")
     _check_matches("sampling_locations", sampling_locations, value)
