@@ -138,7 +138,7 @@ def restore(model: nn.Module) -> list[str]:
     for module in found.values():
         _exchange(module, back=True)
         for name, own in list(vars(module).items()):
-            if getattr(own, "__func__", None) is getattr(type(module), name, own):  # a method that ``kernelize`` bound
+            if hasattr(own, "__func__") and own.__func__ is getattr(type(module), name, None):  # ``kernelize`` bound it
                 del vars(module)[name]
         module.__class__ = type(module).attn_plugins_stock
     if found:

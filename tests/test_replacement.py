@@ -75,6 +75,7 @@ def test_names_and_the_way_back(name):
     build, kind, _ = MODELS[name]
     model, stock = build(), build()
     names = accelerate(model)
+    before = [set(vars(part)) for part in stock.modules()]
     layers = [model.get_submodule(path) for path in names]
     assert names
     for layer, path in zip(layers, names):
@@ -93,6 +94,7 @@ def test_names_and_the_way_back(name):
     assert infer_auto_device_map(model, sizes, [kind]) == infer_auto_device_map(stock, sizes, [kind])
     assert restore(model) == names
     assert [type(part) for part in model.modules()] == [type(part) for part in stock.modules()]
+    assert [set(vars(part)) for part in model.modules()] == before
     assert restore(model) == []
     assert b"attn_plugins" not in pickle.dumps(model)
     assert accelerate(model) == names

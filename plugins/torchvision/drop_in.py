@@ -16,6 +16,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torchvision  # noqa: F401  it defines the operators
@@ -67,51 +68,28 @@ def _by_our_kernels() -> Iterator[None]:
         yield
 
 
-def _forward(
-    input: Tensor,
-    weight: Tensor,
-    offset: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    stride_h: int,
-    stride_w: int,
-    pad_h: int,
-    pad_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    groups: int,
-    offset_groups: int,
-    use_mask: bool,
-) -> Tensor:
-    geometry = (stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w)
-    with _by_our_kernels():
-        return deform_conv2d(input, offset, weight, bias, *geometry, mask if use_mask else None)
-
-
-def _backward(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    offset: Tensor,
-    mask: Tensor,
-    bias: Tensor,
-    stride_h: int,
-    stride_w: int,
-    pad_h: int,
-    pad_w: int,
-    dilation_h: int,
-    dilation_w: int,
-    groups: int,
-    offset_groups: int,
-    use_mask: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _read(
+    input: Tensor, weight: Tensor, offset: Tensor, mask: Tensor, bias: Tensor, *numbers: int
+) -> tuple[Terms, Options]:
+    """Return our operands from torchvision's: the geometry, the numbers of groups, and whether there is a mask."""
+    *geometry, groups, offset_groups, use_mask = numbers
     terms = Terms(input, offset, weight, bias, mask if use_mask else None)
-    options = Options((stride_h, stride_w), (pad_h, pad_w), (dilation_h, dilation_w), groups, offset_groups)
+    return terms, Options(geometry[:2], geometry[2:4], geometry[4:], groups, offset_groups)
+
+
+def _forward(*args: Any) -> Tensor:
+    terms, (stride, padding, dilation, *_) = _read(*args)
     with _by_our_kernels():
-        grads = CONVOLVE.gradients(grad, terms, options, [True] * 4 + [use_mask])
-    found = [term if grad is None else grad for grad, term in zip(grads, terms)]
-    of_mask = grads[4] if grads[4] is not None else torch.zeros_like(mask)
-    return found[0], found[2], found[1], of_mask, found[3]  # type: ignore[return-value]
+        return deform_conv2d(*terms[:4], stride, padding, dilation, terms.mask)
+
+
+def _backward(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """Return the gradients in torchvision's order: input, weight, offset, mask, bias."""
+    terms, options = _read(*args)
+    with _by_our_kernels():
+        grads = CONVOLVE.gradients(grad, terms, options, [True] * 4 + [terms.mask is not None])
+    of_input, of_offset, of_weight, of_bias, of_mask = grads
+    return of_input, of_weight, of_offset, torch.zeros_like(args[3]) if of_mask is None else of_mask, of_bias  # type: ignore[return-value]
 
 
 replace()
