@@ -13,6 +13,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
+from attn_plugins import replacement as engine
 from attn_plugins.modules.tokens.window_speed import SWITCH
 from attn_plugins.timm import accelerate
 from tests.helpers import replacement
@@ -30,6 +31,12 @@ needs_cuda_build = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def no_switch(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
+
+
+@pytest.fixture
+def cuda_kernels(monkeypatch):
+    """Choose as where kernels for a GPU are installed; fake tensors need none."""
+    monkeypatch.setattr(engine, "_known_kernels", lambda device_type, index: True)
 
 
 def block(name: str, shift: int = 2) -> nn.Sequential:
@@ -65,6 +72,7 @@ def fake_block(name: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
     ("Swin V2", torch.float32, True, False, False),
     ("Swin V2", torch.bfloat16, False, False, True),
 ])  # fmt: skip
+@pytest.mark.usefixtures("cuda_kernels")
 def test_where_ours_run(name, dtype, tf32, training, prediction, monkeypatch):
     torch.backends.cuda.matmul.allow_tf32 = tf32
     model, x = fake_block(name, dtype)
@@ -79,6 +87,7 @@ def test_where_ours_run(name, dtype, tf32, training, prediction, monkeypatch):
 
 @needs_cuda_build
 @pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.usefixtures("cuda_kernels")
 def test_exports_keep_ours(strict):
     """Only eager calls were measured."""
     torch.backends.cuda.matmul.allow_tf32 = True
