@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
-from types import FunctionType, ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from types import FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,22 @@ ADAPTERS = {
     "rfdetr": "transformers.places",
     "ultralytics": "transformers.places",
     "segment_anything": "segment_anything.accelerate",
+    "mmcv": "mmcv.places",
+    "mmdet": "mmcv.places",
+    "mmseg": "mmcv.places",
 }
+FUNCTIONS = {"torchvision": "torchvision.drop_in"}  # modules that replace functions for the process on import
 SUPPORTED = (
-    "Swin and Swin V2 of timm, transformers and torchvision; "
+    "Swin and Swin V2 of timm, transformers and torchvision, Swin of mmdet and mmseg; "
     "attention with relative positions of timm's SAM and MViTv2, of segment_anything, "
     "and of transformers' SAM, ViTDet and relatives; "
-    "multi-scale deformable attention of transformers, rfdetr and Ultralytics; torchvision.ops.DeformConv2d"
+    "multi-scale deformable attention of mmcv, transformers, rfdetr and Ultralytics; torchvision.ops.DeformConv2d; "
+    "mmcv's DCN, DCNv2, GeneralizedAttention, CrissCrossAttention and MultiheadAttention"
 )
+
+
+def _always(layer: Any) -> bool:
+    return True
 
 
 class Place(NamedTuple):
@@ -54,8 +64,11 @@ class Place(NamedTuple):
         function: Global function called by that method, which is replaced; None: the method itself is.
         attribute: Attribute in which every layer keeps that function from its construction on.
         child: Attribute and class name of a child whose code is replaced as well, defined in the same module.
-        supports: Function from a layer to whether ``ours`` computes it.
+        supports: Function from a layer to whether ``ours`` computes it, if the method is replaced.
+        arguments: Names of the method's arguments after ``self``; versions with others keep their code. None: any.
         exports: Whether ``ours`` runs in ONNX exports, where it becomes a node that the stock code does not.
+        traces: Whether ``ours`` runs in ``torch.jit.trace``, which cannot follow the stock code.
+        more: Methods that the class gets besides, by name.
         caution: Warning for a model that contains such a layer.
     """
 
@@ -66,8 +79,11 @@ class Place(NamedTuple):
     function: str | None = None
     attribute: str | None = None
     child: tuple[str, str] | None = None
-    supports: Callable[[Any], bool] = lambda layer: True
+    supports: Callable[[Any], bool] = _always
+    arguments: tuple[str, ...] | None = None
     exports: bool = False
+    traces: bool = False
+    more: Mapping[str, Callable[..., Any]] = MappingProxyType({})
     caution: str | None = None
 
     @property
@@ -79,13 +95,14 @@ class Place(NamedTuple):
 def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     """Replace layers of other packages in a model by this package's operators, in place.
 
-    Supported are, in any mixture, Swin and Swin V2 of timm, transformers and torchvision, the attention with decomposed
-    positions of timm's SAM and MViTv2, of segment_anything, and of transformers' SAM, ViTDet and relatives, multi-scale
-    deformable attention of transformers, rfdetr and Ultralytics, and ``torchvision.ops.DeformConv2d``. Parameters,
-    keys, hooks and class names stay; outputs and gradients equal the stock ones up to rounding. The stock code runs
-    where others take part in what is replaced, on devices that this package has no kernels for, and while
-    ``torch.jit``, ``torch.fx`` or an ONNX exporter traces. Code that ``torch.compile`` has compiled before is
-    discarded, in the whole process, since it would go on to run as it is.
+    Supported are, in any mixture, Swin and Swin V2 of timm, transformers and torchvision, Swin of mmdet and mmseg, the
+    attention with decomposed positions of timm's SAM and MViTv2, of segment_anything, and of transformers' SAM, ViTDet
+    and relatives, multi-scale deformable attention of mmcv, transformers, rfdetr and Ultralytics,
+    ``torchvision.ops.DeformConv2d``, and mmcv's ``DCN``, ``DCNv2``, ``GeneralizedAttention``, ``CrissCrossAttention``
+    and ``MultiheadAttention``. Parameters, keys, hooks and class names stay; outputs and gradients equal the stock ones
+    up to rounding. The stock code runs where others take part in what is replaced, on devices that this package has no
+    kernels for, and while ``torch.jit``, ``torch.fx`` or an ONNX exporter traces. Code that ``torch.compile`` has
+    compiled before is discarded, in the whole process, since it would go on to run as it is.
 
     Args:
         model: A model, or a module that contains one.
@@ -103,7 +120,7 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     for name, module in model.named_modules():
         known = known or is_replaced(type(module))
         place = place_of(type(module))
-        if place is None or not place.supports(module):
+        if place is None or not _fits(place, type(module)) or not place.supports(module):
             continue
         known = True
         if not _is_dropped_in(module, place):
@@ -184,6 +201,12 @@ def _seen(model: nn.Module) -> str:
     return f"{kind} has {', '.join(sorted(near))}, which is not one of them" if near else f"{kind} has none"
 
 
+def _fits(place: Place, layer: Any) -> bool:
+    """Return whether a class's method has the arguments that ``ours`` takes."""
+    found = tuple(inspect.signature(getattr(layer, place.method)).parameters)[1:]
+    return place.arguments is None or found == place.arguments
+
+
 def _held_by(place: Place, layer: Any) -> Any:
     """Return what a class computes with now: its method, or the function of the method's module; None without one."""
     method = getattr(layer, place.method, None)
@@ -240,6 +263,7 @@ def derived(stock: Any) -> Any:
     function = stock_of(_held_by(place, stock))
     ours: Any = replacement(place, function)
     members: dict[str, Any] = dict(
+        place.more,
         attn_plugins_stock=stock,
         attn_plugins_kept=None,  # an attribute that keeps a function, the stock function, and ours
         __module__=stock.__module__,
@@ -287,18 +311,25 @@ def _empty(stock: type) -> nn.Module:
     return object.__new__(derived(stock))
 
 
-def replacement(place: Place, stock: Callable[..., Any]) -> Callable[..., Any]:
+def replacement(
+    place: Place, stock: Callable[..., Any], supports: Callable[[Any], bool] = _always
+) -> Callable[..., Any]:
     """Return our function in the place of ``stock``, with its name, signature and source.
+
+    The stock function runs for layers that are not what ``supports`` asks for.
 
     ``torch.jit.script`` finds the stock function's source by ``__wrapped__`` and the names in it by the globals, and
     so compiles the stock function. Therefore the function returned has these globals, and uses none itself.
     """
-    ours, exports = place.ours, place.exports
+    ours, exports, traces = place.ours, place.exports, place.traces
     first = 0 if place.function is not None else 1  # position of the tensor that decides, after ``self``
+    supports = supports if first else _always
     runs_stock = _runs_stock
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        if runs_stock(args[first] if len(args) > first else next(iter(kwargs.values())), exports):
+        if not supports(args[0]) or runs_stock(
+            args[first] if len(args) > first else next(iter(kwargs.values())), exports, traces
+        ):
             return stock(*args, **kwargs)
         return ours(stock, *args, **kwargs)
 
@@ -312,7 +343,7 @@ def _globals(function: Any) -> dict[str, Any]:
     return getattr(function, "__globals__", globals())
 
 
-def _runs_stock(x: Any, exports: bool) -> bool:
+def _runs_stock(x: Any, exports: bool, traces: bool) -> bool:
     """Return whether the stock code must compute a call whose first tensor is ``x``.
 
     torch.fx passes proxies, on which our code cannot decide anything. A traced file holds PyTorch's operations, so that
@@ -324,7 +355,7 @@ def _runs_stock(x: Any, exports: bool) -> bool:
         return False
     if torch.onnx.is_in_onnx_export():
         return not exports
-    return torch.jit.is_tracing()
+    return torch.jit.is_tracing() and not traces
 
 
 def _has_kernels(device_type: str, index: int) -> bool:
@@ -357,7 +388,30 @@ def _calling(method: Any, name: str, function: Callable[..., Any]) -> Callable[.
 # --- replacement for all models of the process ------------------------------------------------------------------------
 
 
-def drop_in(places: Iterable[Place], by: str) -> None:
+def drop_in() -> None:
+    """Replace supported layers in all models of the process, those of packages that are imported later included.
+
+    The layers are those of :func:`accelerate`, also in models that other code builds, and on CPUs the function
+    ``torchvision.ops.deform_conv2d``. Classes and pickles stay stock's. Models that exist change as well, except for
+    D-FINE and DEIMv2 of transformers, whose layers keep the function of their construction. Also calls
+    :func:`attn_plugins.ops.use_onednn`. A repeated call has no effect.
+
+    Raises:
+        RuntimeError: An imported module holds other code in the place of a toolkit's. What belongs to other adapters
+            may have been replaced before.
+    """
+    for package in ADAPTERS:
+        after_import(package, _drop_in_package)
+    use_onednn()
+
+
+def _drop_in_package(package: ModuleType) -> None:
+    replace_everywhere(_adapter(ADAPTERS[package.__name__]).PLACES, "attn_plugins.drop_in")
+    if package.__name__ in FUNCTIONS:
+        _adapter(FUNCTIONS[package.__name__])
+
+
+def replace_everywhere(places: Iterable[Place], by: str) -> None:
     """Replace the methods or functions of ``places`` now, or when their modules are imported; all or none.
 
     A repeated call has no effect.
@@ -382,9 +436,12 @@ def drop_in(places: Iterable[Place], by: str) -> None:
     def replace(module: ModuleType) -> None:
         for place in by_module[module.__name__]:
             held = _in_module(module, place)
-            if held is not None and stock_of(held) is held:
-                owner: Any = module if place.function else getattr(module, place.layer)
-                setattr(owner, place.function or place.method, replacement(place, held))
+            layer: Any = getattr(module, place.layer, None)
+            if held is not None and stock_of(held) is held and (place.function or _fits(place, layer)):
+                ours = replacement(place, held, place.supports)
+                setattr(module if place.function else layer, place.function or place.method, ours)
+                for name, method in place.more.items():
+                    setattr(layer, name, method)
                 forget_compiled()
 
     for name in by_module:

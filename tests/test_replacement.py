@@ -271,3 +271,45 @@ def test_stock_runs_where_no_kernel_serves(device, monkeypatch):
     assert found.shape == served.shape
     if device == "cpu":
         same(found, served)
+
+
+DROP_IN = """
+import pickle, sys
+import attn_plugins
+attn_plugins.drop_in()
+attn_plugins.drop_in()
+toolkits = ("timm", "torchvision", "transformers", "mmcv", "mmdet", "segment_anything")
+assert not [name for name in toolkits if name in sys.modules]
+import timm, torch
+from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
+from torchvision.models.swin_transformer import ShiftedWindowAttention
+from torchvision.ops import DeformConv2d, deform_conv2d
+from transformers import Swinv2Config, Swinv2Model
+from tests.helpers.replacement import Watch
+
+def runs_ours(call, *given):
+    with torch.no_grad(), Watch("attn_plugins") as watch:
+        call(*given)
+    return watch.seen
+
+timms = timm.create_model("swin_tiny_patch4_window7_224", img_size=64, window_size=4, embed_dim=16, depths=(1, 1),
+                          num_heads=(2, 4))
+config = Swinv2Config(image_size=32, patch_size=4, embed_dim=16, depths=[1], num_heads=[2], window_size=4)
+cases = [
+    (timms, torch.rand(1, 3, 64, 64)),
+    (ShiftedWindowAttention(16, [4, 4], [0, 0], 2), torch.rand(1, 8, 8, 16)),
+    (DeformConv2d(2, 3, 1), torch.rand(1, 2, 5, 6), torch.rand(1, 2, 5, 6)),
+    (Swinv2Model(config).eval(), torch.rand(1, 3, 32, 32)),
+    (GeneralizedAttention(16, num_heads=2), torch.rand(1, 16, 5, 6)),
+]
+for model, *given in cases:
+    assert runs_ours(model, *given), model
+    assert b"attn_plugins" not in pickle.dumps(model), model
+print("RESULT", len(cases))
+"""
+
+
+def test_drop_in_for_all_packages():
+    """It imports none, and serves those that are imported later; classes and pickles stay stock's."""
+    done = subprocess.run([sys.executable, "-c", DROP_IN], capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["RESULT", "5"], done.stderr[-4000:]

@@ -19,7 +19,7 @@ from ..modules.common.kept import backward_pass, keep, kept
 from ..modules.common.tracing import one_node
 from ..modules.common.weights import weights_of
 from ..modules.tokens.deformable_attention import SampledAttention
-from .transformer import deformable_forward
+from .places import deformable
 
 Grid = tuple[int, int]
 # The class that each layer replaces.
@@ -319,4 +319,6 @@ class MultiScaleDeformableAttention(SampledAttention, ops.MultiScaleDeformableAt
         self.make_saliency(key_saliency)
         self.reset_saliency()
 
-    forward = deformable_forward
+    def forward(self, query: Tensor, *args: Any, **options: Any) -> Tensor:
+        """Attend as mmcv's layer, from its arguments."""
+        return deformable(super().forward, self, query, *args, **options)

@@ -160,12 +160,8 @@ def _uses_sdpa(attn: Any) -> bool:
 def _place(family: str, prefix: str, ours: Callable[..., Any]) -> Place:
     """Return the place of a family's layer, for versions of transformers in which it has the arguments of ``ours``."""
     arguments = tuple(inspect.signature(ours).parameters)[2:]
-
-    def supports(layer: Any) -> bool:
-        return tuple(inspect.signature(type(layer).forward).parameters)[1:] == arguments
-
     child = "attention", f"{prefix}Attention"
-    return Place(f"transformers.models.{family}", f"{prefix}Layer", ours, child=child, supports=supports)
+    return Place(f"transformers.models.{family}", f"{prefix}Layer", ours, child=child, arguments=arguments)
 
 
 PLACES = (

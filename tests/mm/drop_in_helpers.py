@@ -1,48 +1,50 @@
-"""mmcv's own layers beside the drop-ins. Tests import ``drop_in`` from here, so that mmcv's classes are saved first."""
+"""mmcv's own layers beside ours. Tests import ``drop_in`` from here, so that the stock methods are saved first."""
 
 from __future__ import annotations
 
-import sys
+import importlib
+from typing import Any
 
-import mmdet.models.backbones.swin
-import mmseg.models.backbones.swin
+import mmdet.models.backbones.swin  # noqa: F401
+import mmseg.models.backbones.swin  # noqa: F401
 import pytest
 from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
-from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack, MultiScaleDeformableAttention
-from mmengine.registry import MODELS, init_default_scope
+from mmcv.ops import CrissCrossAttention, DeformConv2dPack, ModulatedDeformConv2dPack
+from mmengine.registry import init_default_scope
+from torch import nn
 
-STOCK = dict(
+from attn_plugins.mmcv.places import PLACES
+from attn_plugins.replacement import accelerate, forget_compiled
+
+STOCK: dict[str, Any] = dict(
     GeneralizedAttention=GeneralizedAttention,
     CrissCrossAttention=CrissCrossAttention,
     DCN=DeformConv2dPack,
     DCNv2=ModulatedDeformConv2dPack,
 )
-STOCK_FORWARDS = {
-    layer: layer.forward
-    for layer in (
-        MultiheadAttention,
-        MultiScaleDeformableAttention,
-        mmdet.models.backbones.swin.ShiftWindowMSA,
-        mmseg.models.backbones.swin.ShiftWindowMSA,
-    )
-}
+KINDS = [getattr(importlib.import_module(place.module), place.layer) for place in PLACES]
+FORWARDS = {kind: kind.forward for kind in KINDS}
 
-from attn_plugins.mmcv import drop_in  # noqa: E402  replaces mmcv's layers
+from attn_plugins.mmcv import drop_in  # noqa: E402, F401  replaces the methods
 
 
 def restore() -> None:
-    """Restore mmcv's layers in the registry and under their names, with their own forward methods."""
-    for layer, forward in STOCK_FORWARDS.items():
-        layer.forward = forward
-    MODELS.module_dict.update(STOCK)
-    for name, holders in drop_in.HOLDERS.items():
-        for holder in holders:
-            if holder in sys.modules:
-                setattr(sys.modules[holder], name, STOCK[name])
+    """Give the toolkits' layers their own methods."""
+    for place, kind in zip(PLACES, KINDS):
+        kind.forward = FORWARDS[kind]
+        for name in place.more:
+            if name in vars(kind):
+                delattr(kind, name)
+    forget_compiled()
 
 
-restore()  # after drop_in is imported: other tests compare with mmcv's layers
+restore()  # after drop_in is imported: other tests compare with the stock layers
+
+
+def ours(layer: nn.Module) -> nn.Module:
+    """Accelerate a layer, and return it."""
+    assert accelerate(layer, onednn=False) == [""]
+    return layer
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 
 from attn_plugins.mmcv import NonLocalAttention2d
 from tests.helpers.replacement import Called
-from tests.mm.drop_in_helpers import STOCK, drop_in, stock_layers  # noqa: F401
+from tests.mm.drop_in_helpers import STOCK, drop_in, ours, stock_layers  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
 MAP = torch.rand(1, 64, 32, 24)
@@ -31,13 +31,13 @@ def test_attention_has_the_stock_layers_count():
         ("GeneralizedAttention", dict(attention_type="0010")),
     ):
         stock = counted(STOCK[name](64, **options), MAP)
-        assert counted(drop_in.REPLACEMENTS[name](64, **options), MAP) == pytest.approx(stock, rel=1e-3)
+        assert counted(ours(STOCK[name](64, **options)), MAP) == pytest.approx(stock, rel=1e-3)
     assert counted(NonLocalAttention2d(64), MAP) == counted(NonLocal2d(64), MAP)
 
 
 @pytest.mark.parametrize("name", ["DCN", "DCNv2"])
 def test_deformable_convolutions_count_as_their_convolutions(name):
-    layer = drop_in.REPLACEMENTS[name](64, 32, 3, padding=1)  # mmcv's own count as their predictors alone
+    layer = ours(STOCK[name](64, 32, 3, padding=1))  # mmcv's own count as their predictors alone
     convolution = counted(nn.Conv2d(64, 32, 3, padding=1), MAP)
     assert counted(layer, MAP) == convolution + counted(layer.conv_offset, MAP)
 

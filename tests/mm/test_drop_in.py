@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-
-import mmcv.ops
 import mmseg.models.backbones.swin as mmseg_swin
 import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.registry import MODELS as MMDET_MODELS
 from mmengine.config import Config
-from mmengine.registry import MODELS
 
+from attn_plugins.modules import GeneralizedAttention2d, capture_attention
+from attn_plugins.replacement import accelerate
 from tests.helpers.memory_format_checks import check_memory_format, has_format
-from tests.mm.drop_in_helpers import STOCK, STOCK_FORWARDS, drop_in, stock_layers  # noqa: F401 - a fixture
+from tests.helpers.replacement import Watch
+from tests.mm.drop_in_helpers import FORWARDS, STOCK, drop_in, ours, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import upstream
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
@@ -37,55 +36,70 @@ def randomise(model: torch.nn.Module) -> None:
             parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("kind", ["DCN", "DCNv2"])
-def test_a_predictor_starts_at_zero_whatever_rules_came_before(kind):
-    drop_in.replace()
-    layer = MODELS.build(dict(type=kind, in_channels=4, out_channels=4, kernel_size=3))
-    torch.nn.init.ones_(layer.conv_offset.weight)
-    torch.nn.init.ones_(layer.conv_offset.bias)
-    layer.init_weights()
-    assert not layer.conv_offset.weight.any()
-    assert not layer.conv_offset.bias.any()
-
-
+@pytest.mark.parametrize("by", ["drop-in", "accelerate"])
 @pytest.mark.parametrize("name", ["faster-rcnn_r50-attn1111_fpn_1x_coco", "faster-rcnn_r50-attn0010-dcn_fpn_1x_coco"])
-def test_upstream_config_has_the_same_keys_outputs_and_gradients(name):
+def test_upstream_config_has_the_same_outputs_and_gradients(name, by):
     torch.manual_seed(0)
-    config = narrow(name)
-    stock = MMDET_MODELS.build(config.model)
-    drop_in.replace()
-    ours = MMDET_MODELS.build(config.model)
-    replaced = [type(m) for m in ours.modules() if type(m) in drop_in.REPLACEMENTS.values()]
-    assert len(replaced) == (9 + 13 if "dcn" in name else 9)
-    assert not [m for m in ours.modules() if type(m) in STOCK.values()]
-
-    randomise(stock)
-    weights = stock.state_dict()
-    assert {n: v.shape for n, v in ours.state_dict().items()} == {n: v.shape for n, v in weights.items()}
-    assert list(ours.state_dict()) == list(weights)
-    ours.load_state_dict(weights, strict=True)
-    stock.load_state_dict(ours.state_dict(), strict=True)
-
+    model = MMDET_MODELS.build(narrow(name).model).eval()
+    randomise(model)
+    model.double()
+    layers = [name for name, m in model.named_modules() if type(m) in STOCK.values()]
+    assert len(layers) == (9 + 13 if "dcn" in name else 9)
     # In float64: in float32, a sample within rounding of a pixel border takes its gradient from the other side.
     x = torch.randn(2, 3, 96, 160, dtype=torch.float64)
-    features = {}
-    for which, model in (("stock", stock), ("ours", ours)):
-        model.double().eval()
-        features[which] = model.extract_feat(x)
-        sum(f.square().mean() for f in features[which]).backward()
-    for got, expected in zip(features["ours"], features["stock"]):
+
+    def run() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model.zero_grad()
+        features = model.extract_feat(x)
+        sum(f.square().mean() for f in features).backward()
+        return features, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    features, gradients = run()
+    if by == "drop-in":
+        drop_in.replace()
+    else:
+        assert accelerate(model, onednn=False) == layers
+    with Watch("attn_plugins") as watch:
+        found, found_gradients = run()
+    assert watch.seen
+    for got, expected in zip(found, features, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
-    gradients = dict(ours.named_parameters())
-    for key, parameter in stock.named_parameters():
-        expected = parameter.grad
-        if expected is not None and "rpn_head" not in key and "roi_head" not in key:
-            scale = expected.abs().max().item()
-            torch.testing.assert_close(gradients[key].grad, expected, rtol=1e-2, atol=1e-3 * scale, msg=key)
+    assert gradients.keys() == found_gradients.keys()
+    for key, expected in gradients.items():
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(found_gradients[key], expected, rtol=1e-2, atol=1e-3 * scale, msg=key)
+
+
+@pytest.mark.parametrize("attention_type", ["0100", "0110", "1100", "1110"])
+def test_what_mmcv_computes_otherwise_than_the_paper_stays(attention_type):
+    """A model may have been trained with it; ``GeneralizedAttention2d.mmcv_compatible`` computes the paper's terms."""
+    layer = STOCK["GeneralizedAttention"](16, num_heads=2, kv_stride=1, attention_type=attention_type)
+    randomise(layer)
+    x = torch.rand(1, 16, 6, 6)
+    expected = layer(x)
+    with pytest.raises(ValueError, match="must contain layers to accelerate"):
+        accelerate(layer)
+    drop_in.replace()
+    assert torch.equal(layer(x), expected)
+    right = GeneralizedAttention2d.mmcv_compatible(16, num_heads=2, kv_stride=1, attention_type=attention_type)
+    right.load_state_dict(layer.state_dict(), strict=True)
+    assert not torch.allclose(right(x), expected)
+
+
+def test_accelerated_attention_can_be_looked_at():
+    model = torch.nn.Sequential(STOCK["GeneralizedAttention"](16, num_heads=2), STOCK["CrissCrossAttention"](16))
+    randomise(model)
+    accelerate(model)
+    with capture_attention(model) as captured:
+        model(torch.rand(1, 16, 5, 7))
+    assert [call.maps().shape for call in captured.values()] == [(1, 2, 5, 7, 3, 4), (1, 1, 5, 7, 5, 7)]
+    for call in captured.values():
+        torch.testing.assert_close(call.maps().sum((-2, -1)), torch.ones(call.maps().shape[:4]))
 
 
 @pytest.mark.parametrize("name", ["DCN", "DCNv2"])
 def test_old_checkpoints_load(name):
-    layer = drop_in.REPLACEMENTS[name](4, 6, 3, padding=1)
+    layer = STOCK[name](4, 6, 3, padding=1)
     model = torch.nn.ModuleDict({"conv1": torch.nn.Conv2d(3, 4, 1), "conv2": layer})
     wanted = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
     old = {key.replace("conv2.conv_offset", "conv2_offset"): value for key, value in wanted.items()}
@@ -96,10 +110,9 @@ def test_old_checkpoints_load(name):
     assert drop_in.upgrade_keys(wanted) == wanted
 
 
-def state() -> tuple[dict, dict, type]:
-    """Return what the drop-in replaces: registered layers, forward methods, and layers under their names."""
-    forwards = {layer: layer.forward for layer in STOCK_FORWARDS}
-    return dict(MODELS.module_dict), forwards, sys.modules["mmcv.ops.cc_attention"].CrissCrossAttention
+def state() -> dict:
+    """Return what the drop-in replaces."""
+    return {layer: layer.forward for layer in FORWARDS}
 
 
 def test_replacing_twice_changes_nothing():
@@ -109,24 +122,11 @@ def test_replacing_twice_changes_nothing():
     assert state() == once
 
 
-@pytest.mark.parametrize(
-    "holder, name, message",
-    [
-        (MODELS.module_dict, "DCNv2", r"DCNv2.*Theirs.*"),
-        (mmcv.ops, "CrissCrossAttention", r"CrissCrossAttention, but mmcv\.ops holds .*Theirs.*"),
-        (MultiheadAttention, "forward", r"replaces mmcv's MultiheadAttention\.forward, but .* "),
-        (mmseg_swin.ShiftWindowMSA, "forward", r"forward of ShiftWindowMSA, but mmseg.*\.swin holds .*"),
-    ],
-    ids=["registered layer", "layer under a name", "forward of mmcv", "forward of a toolkit"],
-)
-def test_a_foreign_layer_is_an_error_and_nothing_is_replaced(monkeypatch, holder, name, message):
-    class Theirs(torch.nn.Module):
-        pass
-
-    replace = monkeypatch.setitem if isinstance(holder, dict) else monkeypatch.setattr
-    replace(holder, name, Theirs)
+@pytest.mark.parametrize("layer", [STOCK["DCNv2"], MultiheadAttention, mmseg_swin.ShiftWindowMSA])
+def test_foreign_code_is_an_error_and_nothing_is_replaced(layer, monkeypatch):
+    monkeypatch.setattr(layer, "forward", lambda self, x: x)
     before = state()
-    with pytest.raises(RuntimeError, match=message + "nothing was replaced"):
+    with pytest.raises(RuntimeError, match=f"the forward of {layer.__name__}, but .* holds .*nothing was replaced"):
         drop_in.replace()
     assert state() == before
 
@@ -141,12 +141,12 @@ LAYERS = dict(
 )
 
 
-@pytest.mark.parametrize("name", drop_in.REPLACEMENTS)
-def test_a_drop_in_answers_in_the_format_of_its_input(name):
+@pytest.mark.parametrize("name", STOCK)
+def test_a_layer_answers_in_the_format_of_its_input(name):
     """As mmcv's layers, it answers a contiguous map with one; users may rely on that by ``output.view(-1)``."""
     torch.manual_seed(0)
     for autocast in (False, True):
-        check_memory_format(drop_in.REPLACEMENTS[name](in_channels=16, **LAYERS[name]), (2, 16, 6, 9), autocast)
+        check_memory_format(ours(STOCK[name](in_channels=16, **LAYERS[name])), (2, 16, 6, 9), autocast)
     assert has_format(STOCK[name](in_channels=16, **LAYERS[name])(torch.randn(2, 16, 6, 6)), "contiguous")
 
 
@@ -171,10 +171,9 @@ assert "mmseg" not in sys.modules
 import attn_plugins.import_hooks
 waiting = [name for name in attn_plugins.import_hooks._finder.waiting if name.endswith("swin")]
 import mmseg.models
-owners = [type(block.conv2), type(block.gen_attention_block), mmseg.models.decode_heads.cc_head.CrissCrossAttention]
-owners += [toolkit.models.backbones.swin.ShiftWindowMSA.forward for toolkit in (mmdet, mmseg)]
-print(*waiting, *(owner.__module__ for owner in owners))
+kinds = [type(block.conv2), type(block.gen_attention_block), mmseg.models.decode_heads.cc_head.CrissCrossAttention]
+kinds += [toolkit.models.backbones.swin.ShiftWindowMSA for toolkit in (mmdet, mmseg)]
+from attn_plugins.replacement import stock_of
+print(*waiting, *(stock_of(kind.forward) is not kind.forward for kind in kinds))
 """)
-    waiting, *owners = result.stdout.split()[-6:]
-    assert waiting == "mmseg.models.backbones.swin"
-    assert owners == ["attn_plugins.mmcv.drop_in"] * 3 + ["attn_plugins.mmcv.window_attention"] * 2
+    assert result.stdout.split()[-6:] == ["mmseg.models.backbones.swin", *["True"] * 5]

@@ -12,7 +12,7 @@ import torch
 from attn_plugins import mmcv_ext, ops
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.ops.deform_conv.edge_rule import on_edge, without_edge_gradients
-from tests.mm.drop_in_helpers import STOCK, drop_in
+from tests.mm.drop_in_helpers import STOCK, ours
 from tests.mm.mmcv_deform_conv import RECORDED, RECORDED_CASES, case_name, offset_gradient, recorded_operands
 from tests.mm.mmcv_ext_helpers import extension
 
@@ -80,14 +80,14 @@ def test_layers_take_mmcvs_weights_and_have_its_gradients(name, start, options):
     x = torch.randn(2, 4, 9, 12).double()
     grad = torch.randn_like(stock(x))
     results = []
-    for layer in (stock, drop_in.REPLACEMENTS[name](4, 6, 3, **options).double()):
+    for layer in (stock, ours(STOCK[name](4, 6, 3, **options)).double()):
         layer.load_state_dict(stock.state_dict(), strict=True)
         input = x.clone().requires_grad_()
         output = layer(input)
         results.append([output, *torch.autograd.grad(output, [input, *layer.parameters()], grad)])
-    for expected, ours in zip(*results, strict=True):
+    for expected, found in zip(*results, strict=True):
         assert expected.any()
-        torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(found, expected)
 
     groups = {"offset_groups" if key == "deform_groups" else key: value for key, value in options.items()}
     layer = DeformableConv2d(4, 6, 3, **groups, bias=name == "DCNv2", modulated=name == "DCNv2").double()
@@ -98,21 +98,21 @@ def test_layers_take_mmcvs_weights_and_have_its_gradients(name, start, options):
 def test_a_batch_that_im2col_step_does_not_divide():
     torch.manual_seed(0)
     stock = STOCK["DCN"](4, 6, 3, padding=1, im2col_step=3)
-    ours = drop_in.DCN(4, 6, 3, padding=1, im2col_step=3)
+    layer = ours(STOCK["DCN"](4, 6, 3, padding=1, im2col_step=3))
     torch.nn.init.normal_(stock.conv_offset.weight, std=0.3)
-    ours.load_state_dict(stock.state_dict(), strict=True)
+    layer.load_state_dict(stock.state_dict(), strict=True)
     x = torch.randn(10, 4, 5, 6)
     with pytest.raises(AssertionError, match="divisible by im2col_step"):
         stock(x)
     expected = torch.cat([stock(part) for part in x.split(2)])
-    torch.testing.assert_close(ours(x), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["ours", "stand-in", pytest.param("compiled mmcv", marks=pytest.mark.peers)])
 def test_offset_gradients_equal_the_recorded_ones(kind):
     """Those of compiled mmcv as well, or the records would be out of date."""
-    ours = our_deform_conv2d, our_modulated_deform_conv2d
-    functions = ours if kind == "ours" else (mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d)
+    operators = our_deform_conv2d, our_modulated_deform_conv2d
+    functions = operators if kind == "ours" else (mmcv.ops.deform_conv2d, mmcv.ops.modulated_deform_conv2d)
     with np.load(RECORDED) as arrays, extension(mmcv_ext) if kind == "stand-in" else nullcontext():
         assert list(arrays) == [case_name(*case) for case in RECORDED_CASES]
         for case in RECORDED_CASES:

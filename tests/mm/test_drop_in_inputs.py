@@ -15,7 +15,7 @@ from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
 from attn_plugins.modules import MultiScaleDeformableAttention as Ours
-from tests.mm.drop_in_helpers import STOCK, drop_in, restore, stock_layers  # noqa: F401 - a fixture
+from tests.mm.drop_in_helpers import STOCK, drop_in, ours, restore, stock_layers  # noqa: F401 - a fixture
 from tools.bench import compiled_mmcv
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
@@ -48,8 +48,8 @@ def assert_same(build: Callable[[], nn.Module], given: dict[str, Any], dtype: to
         if dtype == torch.float64:
             results[-1] += torch.autograd.grad(output.square().sum(), list(layer.parameters()))
     tolerance = 0.05 if dtype.itemsize == 2 else 1e-4
-    for ours, expected in zip(*reversed(results)):
-        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
+    for found, expected in zip(*reversed(results)):
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 DEFORMABLE: dict[str, dict[str, Any]] = {
@@ -167,10 +167,10 @@ def test_layers_on_maps(name, options, stored, dtype):
     if name.startswith("DCN") and compiled_mmcv.is_compiled():
         pytest.skip("mmcv is compiled here, and takes contiguous maps of float32 alone")
     results = []
-    for kind in (STOCK[name], drop_in.REPLACEMENTS[name]):
+    for change in (lambda layer: layer, ours):
         torch.manual_seed(0)
-        layer, x = kind(**options).to(dtype), torch.rand(*stored, 7, 9).to(dtype)
+        layer, x = change(STOCK[name](**options)).to(dtype), torch.rand(*stored, 7, 9).to(dtype)
         results.append(layer(x.transpose(0, 1) if stored == (C, B) else x.expand(B, -1, -1, -1)))
-    expected, ours = results
+    expected, found = results
     bound = (0.05 if dtype.itemsize == 2 else 1e-4) * max(1, float(expected.abs().max()))
-    torch.testing.assert_close(ours, expected, rtol=0, atol=bound)
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)

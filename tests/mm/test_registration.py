@@ -158,9 +158,7 @@ REPEATED = """
     for name in [name for name in sys.modules if name.startswith("attn_plugins.mmcv")]:
         del sys.modules[name]
     import attn_plugins.mmcv as again
-    import attn_plugins.mmcv.drop_in as drop_in
     assert MODELS.get("AAConv2d") is again.AAConv2d
-    assert MODELS.get("DCN") is drop_in.DCN
     assert type(METRICS.build(dict(type="BoundaryMetric"))).__module__ == "attn_plugins.mmcv.boundary"
 
     class AAConv2d: pass

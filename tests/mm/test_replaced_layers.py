@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from attn_plugins.mmcv.attended import exchange
 from attn_plugins.timm import accelerate
 from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, printed, rand, verdict
-from tests.mm.drop_in_helpers import STOCK, drop_in, restore, stock_layers  # noqa: F401 - a fixture
+from tests.mm.drop_in_helpers import STOCK, drop_in, ours, restore, stock_layers  # noqa: F401 - a fixture
 from tools.bench import compiled_mmcv
 
 pytestmark = pytest.mark.usefixtures("stock_layers")
@@ -37,13 +37,7 @@ SHAPES = torch.tensor([[6, 8], [3, 4]])
 
 
 def registered(name: str, *args: Any, **options: Any) -> Layer:
-    """Return a layer that the drop-in replaces in mmengine's registry."""
-
-    def ours(stock: nn.Module) -> nn.Module:
-        layer = drop_in.REPLACEMENTS[name](*args, **options)
-        layer.load_state_dict(stock.state_dict(), strict=True)
-        return layer.eval()
-
+    """Return a layer of mmengine's registry."""
     marks = {"DCN": "deform_conv2d", "DCNv2": "deform_conv2d", "CrissCrossAttention": "criss_cross_attention"}
     build = STOCK[name]
     return Layer(lambda: drawn(build(*args, **options)), ours, lambda: (rand(2, C, 6, 8),), marks.get(name, "global"))
@@ -129,19 +123,23 @@ def unchanged(stock: nn.Module) -> nn.Module:
     return stock
 
 
+def within(stock: nn.Module) -> nn.Module:
+    assert accelerate(stock, onednn=False) == ["layer"]
+    return stock
+
+
 LAYERS = {
-    "drop-in `GeneralizedAttention`": registered("GeneralizedAttention", C, num_heads=M, kv_stride=2),
-    "drop-in `CrissCrossAttention`": registered("CrissCrossAttention", C),
-    "drop-in `DCN`": registered("DCN", C, C, 3, padding=1),
-    "drop-in `DCNv2`": registered("DCNv2", C, C, 3, padding=1),
-    "drop-in `MultiScaleDeformableAttention`": Layer(deformable, unchanged, tokens, "deformable_attention", dropped_in),
-    "drop-in `MultiheadAttention`": Layer(multihead, unchanged, tokens, "scaled_dot_product", dropped_in),
-    "drop-in `ShiftWindowMSA`": Layer(
+    "`accelerate`, mmcv's `GeneralizedAttention`": registered("GeneralizedAttention", C, num_heads=M, kv_stride=2),
+    "`accelerate`, mmcv's `CrissCrossAttention`": registered("CrissCrossAttention", C),
+    "`accelerate`, mmcv's `DCN`": registered("DCN", C, C, 3, padding=1),
+    "`accelerate`, mmcv's `DCNv2`": registered("DCNv2", C, C, 3, padding=1),
+    "`accelerate`, mmcv's `MultiScaleDeformableAttention`": Layer(deformable, within, tokens, "deformable_attention"),
+    "`accelerate`, mmcv's `MultiheadAttention`": Layer(multihead, within, tokens, "scaled_dot_product"),
+    "`accelerate`, mmdet's `ShiftWindowMSA`": Layer(
         lambda: drawn(Called(ShiftWindowMSA(C, M, 4, shift_size=2), hw_shape=(6, 8))),
-        unchanged,
+        within,
         lambda: (rand(2, 48, C),),
         "sequence_attention",
-        dropped_in,
     ),
     "`accelerate` Swin": accelerated(
         lambda: SwinTransformerBlock(C, (8, 8), M, window_size=4, shift_size=2), "sequence_attention", 2, 8, 8, C

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from attn_plugins.mmcv import window_attention
+from attn_plugins import replacement as engine
+from attn_plugins.mmcv import places
 from attn_plugins.modules.tokens.window_speed import SWITCH
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
@@ -33,6 +34,7 @@ def windows(package: str, shift: int = 2) -> nn.Module:
 @pytest.mark.parametrize("package", SWIN)
 def test_where_ours_run(package, monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr(engine, "_known_kernels", lambda device_type, index: True)  # fake tensors need none
     drop_in.replace()
     with FakeTensorMode(), torch.device("cuda"):
         layer, x = windows(package), torch.empty(2, 48, C)
@@ -54,7 +56,7 @@ def test_where_ours_run(package, monkeypatch):
 def test_stock_is_stock(package, shift, monkeypatch):
     """Bit by bit, with gradients; the choice gets the inner attention."""
     asked = []
-    monkeypatch.setattr(window_attention, "stock_is_faster", lambda *args: asked.append(args) or True)
+    monkeypatch.setattr(places, "stock_is_faster", lambda *args: asked.append(args) or True)
     stock = drawn(windows(package, shift))
     layer, x = copy.deepcopy(stock), rand(2, 48, C)
     expected = without_ours(stock, x)
@@ -67,6 +69,6 @@ def test_stock_is_stock(package, shift, monkeypatch):
 
 @pytest.mark.parametrize("scenario", ["forward hooks", "backward hooks", "replaced children", "LoRA-like wrappers"])
 def test_hooks_and_replaced_parts_where_stock_is_chosen(scenario, monkeypatch):
-    monkeypatch.setattr(window_attention, "stock_is_faster", lambda *args: True)
+    monkeypatch.setattr(places, "stock_is_faster", lambda *args: True)
     layer = Layer(lambda: drawn(windows("mmdet")), unchanged, lambda: (rand(2, 48, C),), "attn_plugins", dropped_in)
     assert verdict(layer, replacement.COLUMNS[scenario]) == "stock's code"

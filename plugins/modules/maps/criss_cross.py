@@ -89,7 +89,7 @@ class CrissCross(MapAttention):
     def attention_maps(self, x: Tensor, queries: Tensor | None = None) -> Tensor:
         """Compute the attention weights, 0 off the cross; see :meth:`.MapAttention.attention_maps`."""
         weights = reference.criss_cross_probabilities(*self._terms(x), self.scale)
-        return _on_map(weights, 0.0, queries)
+        return on_map(weights, 0.0, queries)
 
     def attention_logits(self, x: Tensor, queries: Tensor | None = None) -> dict[str, Tensor]:
         """Compute the logits of ``content`` and of ``position``, -inf off the cross; else as :meth:`attention_maps`."""
@@ -97,28 +97,33 @@ class CrissCross(MapAttention):
         parts = {"content": reference.criss_cross_logits(query, key, value, None, self.scale)}
         if logits is not None:
             parts["position"] = reference.criss_cross_logits(None, None, value, logits, self.scale)
-        return {name: _on_map(part, -math.inf, queries) for name, part in parts.items()}
+        return {name: on_map(part, -math.inf, queries) for name, part in parts.items()}
 
     def _terms(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Compute query, key and value (B, 1, H, W, ·), and position logits."""
         check_map(x, self.in_channels, self.query_conv)
         x = to_channels_last(x)
-        query, key, value = (part.permute(0, 2, 3, 1).unsqueeze(1) for part in self._projected(x))
+        query, key, value = cross_terms(x, (self.query_conv, self.key_conv, self.value_conv))
         return query, key, value, self.position_logits(x, query)
 
-    def _projected(self, x: Tensor) -> Sequence[Tensor]:
-        """Project (B, C, H, W) to queries, keys and values (B, ·, H, W).
 
-        On CUDA one product reads ``x`` once, and its gradient needs no sum of three. On CPUs the product takes 30 times
-        as long as reading ``x``, and joining the gradients costs as much as that sum.
-        """
-        layers = (self.query_conv, self.key_conv, self.value_conv)
-        untouched_layers = all(untouched(layer, nn.Conv2d) and layer.bias is not None for layer in layers)
-        if not untouched_layers or has_global_hooks() or not joins_products(x):
-            return [layer(x) for layer in layers]
-        weight = torch.cat([layer.weight for layer in layers])
-        bias = torch.cat([layer.bias for layer in layers if layer.bias is not None])
-        return F.conv2d(x, weight, bias).split([len(layer.weight) for layer in layers], 1)
+def cross_terms(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Compute query, key and value, (B, 1, H, W, ·), of a map (B, C, H, W) by their 1×1 convolutions."""
+    return tuple(part.permute(0, 2, 3, 1).unsqueeze(1) for part in _projected(x, layers))
+
+
+def _projected(x: Tensor, layers: Sequence[Any]) -> Sequence[Tensor]:
+    """Project (B, C, H, W) to maps (B, ·, H, W).
+
+    On CUDA one product reads ``x`` once, and its gradient needs no sum of three. On CPUs the product takes 30 times as
+    long as reading ``x``, and joining the gradients costs as much as that sum.
+    """
+    untouched_layers = all(untouched(layer, nn.Conv2d) and layer.bias is not None for layer in layers)
+    if not untouched_layers or has_global_hooks() or not joins_products(x):
+        return [layer(x) for layer in layers]
+    weight = torch.cat([layer.weight for layer in layers])
+    bias = torch.cat([layer.bias for layer in layers])
+    return F.conv2d(x, weight, bias).split([len(layer.weight) for layer in layers], 1)
 
 
 def joins_products(x: Tensor) -> bool:
@@ -126,7 +131,7 @@ def joins_products(x: Tensor) -> bool:
     return x.is_cuda
 
 
-def _on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
+def on_map(cross: Tensor, off: float, queries: Tensor | None) -> Tensor:
     """Lay out values (B, M, H, W, H + W) of a query's column and row on the map, with ``off`` elsewhere.
 
     The query's own value in its row replaces that in its column, which is 0 or -inf.

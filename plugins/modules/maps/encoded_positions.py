@@ -19,7 +19,7 @@ Axes = tuple[Tensor | None, Tensor | None]
 Pair = tuple[int, int]
 
 
-class EncodedPositions(nn.Module):
+class EncodedPositions:
     """Base of attention whose logits contain q·R[k - q] or v·R[k - q], with R the projected sines of an offset.
 
     R[k - q] is the sum of a row's and of a column's encoding, so that the logits are row and column logits. Subclasses

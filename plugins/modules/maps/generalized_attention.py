@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...terms.attention_type import parse_attention_type
+from ...terms.attention_type import AttentionTerms, parse_attention_type
 from ...terms.cached import cached
 from ...terms.saliency import add_vector, key_saliency
 from ...terms.window import window_logits
@@ -29,146 +29,26 @@ from .normalised import normalise, projections
 from .pooled import pooled_attention
 
 
-class GeneralizedAttention2d(EncodedPositions):
-    """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
+class FourTerms(EncodedPositions):
+    """The computation of generalized attention, on the attributes of a layer, which may be another package's."""
 
-    Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
-
-        1000  ε1 = q·k            query content and key content
-        0100  ε2 = q·R[k - q]     query content and relative position
-        0010  ε3 = u·k            key content alone; computed once, as it is the same for all queries
-        0001  ε4 = v·R[k - q]     relative position alone
-
-    With ``'0000'`` the values are averaged. gamma starts at 0, so a new module is the identity.
-
-    Args:
-        in_channels: C, channels of the map and of ``context``.
-        num_heads: M; must divide C.
-        attention_type: Four bits, ε1 to ε4.
-        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes; -1 for all keys. A query
-            without any key in range (possible if ``kv_stride`` > 1) returns only the output projection's bias.
-        q_stride: Only every q_stride-th pixel is a query. The result is interpolated bilinearly between these pixels,
-            and repeated beyond the last of them.
-        kv_stride: Only every kv_stride-th pixel is a key, at pixel j * kv_stride.
-        position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
-        position_magnitude: Factor of the offsets before encoding.
-        scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
-        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
-            projection; None for none. The paper has one in its segmentation networks (section 4.1).
-
-    Raises:
-        ValueError: an argument is out of range.
-    """
-
-    _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints
-
-    windowed = True  # the range is a window centred on the query
-
-    def __init__(
-        self,
-        in_channels: int,
-        num_heads: int = 8,
-        attention_type: str = "1111",
-        spatial_range: int = -1,
-        q_stride: int = 1,
-        kv_stride: int = 1,
-        position_embedding_dim: int = -1,
-        position_magnitude: float = 1,
-        *,
-        scale: float = 1.0,
-        norm_layer: Callable[[int], nn.Module] | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        positive(num_heads=num_heads, q_stride=q_stride, kv_stride=kv_stride)
-        if not isinstance(in_channels, int) or in_channels < num_heads:
-            raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
-        if not isinstance(position_embedding_dim, int) or position_embedding_dim < -1 or position_embedding_dim == 0:
-            raise ValueError(
-                f"position_embedding_dim must be a positive int, or -1 for in_channels, got {position_embedding_dim!r}"
-            )
-        self.attention_type = attention_type
-        self.terms = terms = parse_attention_type(attention_type)
-        self.in_channels, self.num_heads = in_channels, num_heads
-        self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
-        self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
-        self.position_magnitude, self.scale = position_magnitude, scale
-        self.check_variant()
-        self.in_windows = self.windowed and spatial_range != -1 and q_stride == kv_stride == 1
-        width = in_channels // num_heads * num_heads
-        factory: dict[str, Any] = dict(device=device, dtype=dtype)
-
-        def projection() -> nn.Conv2d:
-            return nn.Conv2d(in_channels, width, 1, bias=False, **factory)
-
-        def table() -> nn.Linear:
-            return nn.Linear(self.axis_width(), width, bias=False, **factory)
-
-        self.query_conv = projection() if terms.queries else None
-        self.key_conv = projection() if terms.keys else None
-        self.value_conv = projection()
-        self.appr_geom_fc_x = table() if terms.relative else None
-        self.appr_geom_fc_y = table() if terms.relative else None
-        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if terms.saliency else None  # u
-        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if terms.position else None  # v
-        self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
-        self.gamma = nn.Parameter(torch.empty(1, **factory))
-        if norm_layer is not None:
-            normalise(self, ("query_conv", "key_conv", "value_conv", "proj_conv"), norm_layer)
-        self.reset_parameters()
-
-    @staticmethod
-    def mmcv_compatible(
-        in_channels: int,
-        spatial_range: int = -1,
-        num_heads: int = 9,
-        position_embedding_dim: int = -1,
-        position_magnitude: float = 1,
-        kv_stride: int = 2,
-        q_stride: int = 1,
-        attention_type: str = "1111",
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> MMCVGeneralizedAttention2d:
-        """Create a :class:`MMCVGeneralizedAttention2d`, the variant of mmcv's ``GeneralizedAttention``."""
-        return MMCVGeneralizedAttention2d(
-            in_channels, num_heads, attention_type, spatial_range, q_stride, kv_stride, position_embedding_dim,
-            position_magnitude, device=device, dtype=dtype,
-        )  # fmt: skip
-
-    # --- differences between the paper's and mmcv's variants ------------------------------------------------------
-
-    def check_variant(self) -> None:
-        """Raise a ValueError if the arguments are invalid for this variant."""
-        if self.in_channels % self.num_heads:
-            raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
-        check_range("spatial_range", self.spatial_range)
-        if self.terms.relative and self.position_embedding_dim % 2:
-            raise ValueError(
-                f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
-            )
+    in_channels: int
+    attention_type: str
+    terms: AttentionTerms
+    in_windows: bool  # whether keys are those of a window around each query
+    query_conv: Any
+    key_conv: Any
+    value_conv: Any
+    proj_conv: Any
+    appr_bias: Any  # u of ε3
+    geom_bias: Any  # v of ε4
+    gamma: Any
 
     def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
         """Interpolate the queries' outputs, at every ``q_stride``-th pixel, to all pixels."""
         covered = [(n - 1) * self.q_stride + 1 for n in output.shape[2:]]
         output = F.interpolate(output, covered, mode="bilinear", align_corners=True)
         return F.pad(output, (0, size[1] - covered[1], 0, size[0] - covered[0]), mode="replicate")
-
-    # --------------------------------------------------------------------------------------------------------------
-
-    def reset_parameters(self) -> None:
-        """Draw projections uniformly by fan-in, and u and v uniformly; zero gamma and the output bias."""
-        for module in projections(self):
-            nn.init.kaiming_uniform_(module.weight, a=1)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        bound = 1 / math.sqrt(2 * (self.in_channels // self.num_heads))
-        for vector in (self.appr_bias, self.geom_bias):
-            if vector is not None:
-                nn.init.uniform_(vector, -bound, bound)
-        nn.init.zeros_(self.gamma)
 
     @one_node
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -305,6 +185,138 @@ class GeneralizedAttention2d(EncodedPositions):
     def _scaled(self, tensor: Tensor) -> Tensor:
         return tensor if self.scale == 1 else tensor * self.scale
 
+
+class GeneralizedAttention2d(FourTerms, nn.Module):
+    """Multi-head attention on a map as ``x + gamma * f(x)``, with any of the four terms as logits.
+
+    Source: Zhu et al. (2019), Eq. 1, 2 and 8. The logit of key k for query q is the sum of the chosen terms:
+
+        1000  ε1 = q·k            query content and key content
+        0100  ε2 = q·R[k - q]     query content and relative position
+        0010  ε3 = u·k            key content alone; computed once, as it is the same for all queries
+        0001  ε4 = v·R[k - q]     relative position alone
+
+    With ``'0000'`` the values are averaged. gamma starts at 0, so a new module is the identity.
+
+    Args:
+        in_channels: C, channels of the map and of ``context``.
+        num_heads: M; must divide C.
+        attention_type: Four bits, ε1 to ε4.
+        spatial_range: n_k, odd: keys are limited to |Δ| <= (n_k - 1) / 2 pixels on both axes; -1 for all keys. A query
+            without any key in range (possible if ``kv_stride`` > 1) returns only the output projection's bias.
+        q_stride: Only every q_stride-th pixel is a query. The result is interpolated bilinearly between these pixels,
+            and repeated beyond the last of them.
+        kv_stride: Only every kv_stride-th pixel is a key, at pixel j * kv_stride.
+        position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
+        position_magnitude: Factor of the offsets before encoding.
+        scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
+        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
+            projection; None for none. The paper has one in its segmentation networks (section 4.1).
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints
+
+    windowed = True  # the range is a window centred on the query
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_heads: int = 8,
+        attention_type: str = "1111",
+        spatial_range: int = -1,
+        q_stride: int = 1,
+        kv_stride: int = 1,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        *,
+        scale: float = 1.0,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        positive(num_heads=num_heads, q_stride=q_stride, kv_stride=kv_stride)
+        if not isinstance(in_channels, int) or in_channels < num_heads:
+            raise ValueError(f"in_channels must be an int of at least num_heads = {num_heads}, got {in_channels!r}")
+        if not isinstance(position_embedding_dim, int) or position_embedding_dim < -1 or position_embedding_dim == 0:
+            raise ValueError(
+                f"position_embedding_dim must be a positive int, or -1 for in_channels, got {position_embedding_dim!r}"
+            )
+        self.attention_type = attention_type
+        self.terms = terms = parse_attention_type(attention_type)
+        self.in_channels, self.num_heads = in_channels, num_heads
+        self.spatial_range, self.q_stride, self.kv_stride = spatial_range, q_stride, kv_stride
+        self.position_embedding_dim = position_embedding_dim if position_embedding_dim > 0 else in_channels
+        self.position_magnitude, self.scale = position_magnitude, scale
+        self.check_variant()
+        self.in_windows = self.windowed and spatial_range != -1 and q_stride == kv_stride == 1
+        width = in_channels // num_heads * num_heads
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+
+        def projection() -> nn.Conv2d:
+            return nn.Conv2d(in_channels, width, 1, bias=False, **factory)
+
+        def table() -> nn.Linear:
+            return nn.Linear(self.axis_width(), width, bias=False, **factory)
+
+        self.query_conv = projection() if terms.queries else None
+        self.key_conv = projection() if terms.keys else None
+        self.value_conv = projection()
+        self.appr_geom_fc_x = table() if terms.relative else None
+        self.appr_geom_fc_y = table() if terms.relative else None
+        self.appr_bias = nn.Parameter(torch.empty(width, **factory)) if terms.saliency else None  # u
+        self.geom_bias = nn.Parameter(torch.empty(width, **factory)) if terms.position else None  # v
+        self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
+        self.gamma = nn.Parameter(torch.empty(1, **factory))
+        if norm_layer is not None:
+            normalise(self, ("query_conv", "key_conv", "value_conv", "proj_conv"), norm_layer)
+        self.reset_parameters()
+
+    @staticmethod
+    def mmcv_compatible(
+        in_channels: int,
+        spatial_range: int = -1,
+        num_heads: int = 9,
+        position_embedding_dim: int = -1,
+        position_magnitude: float = 1,
+        kv_stride: int = 2,
+        q_stride: int = 1,
+        attention_type: str = "1111",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MMCVGeneralizedAttention2d:
+        """Create a :class:`MMCVGeneralizedAttention2d`, the variant of mmcv's ``GeneralizedAttention``."""
+        return MMCVGeneralizedAttention2d(
+            in_channels, num_heads, attention_type, spatial_range, q_stride, kv_stride, position_embedding_dim,
+            position_magnitude, device=device, dtype=dtype,
+        )  # fmt: skip
+
+    def check_variant(self) -> None:
+        """Raise a ValueError if the arguments are invalid for this variant."""
+        if self.in_channels % self.num_heads:
+            raise ValueError(f"num_heads must divide in_channels = {self.in_channels}, got {self.num_heads}")
+        check_range("spatial_range", self.spatial_range)
+        if self.terms.relative and self.position_embedding_dim % 2:
+            raise ValueError(
+                f"position_embedding_dim must be even (sines and cosines), got {self.position_embedding_dim}"
+            )
+
+    def reset_parameters(self) -> None:
+        """Draw projections uniformly by fan-in, and u and v uniformly; zero gamma and the output bias."""
+        for module in projections(self):
+            nn.init.kaiming_uniform_(module.weight, a=1)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        bound = 1 / math.sqrt(2 * (self.in_channels // self.num_heads))
+        for vector in (self.appr_bias, self.geom_bias):
+            if vector is not None:
+                nn.init.uniform_(vector, -bound, bound)
+        nn.init.zeros_(self.gamma)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # mmcv stores the range as a constant (84, 84, ...) mask, which follows from the arguments.
         state_dict.pop(prefix + "local_constraint_map", None)
@@ -318,7 +330,24 @@ class GeneralizedAttention2d(EncodedPositions):
         return text
 
 
-class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
+class MMCVTerms(FourTerms):
+    """The numerics of mmcv's ``GeneralizedAttention``, as :class:`MMCVGeneralizedAttention2d` tells."""
+
+    wavelength = 1000.0
+    offset_sign = -1
+    position_factor = 1 / math.sqrt(2)
+
+    def axis_width(self) -> int:
+        return self.position_embedding_dim // 2
+
+    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
+        return _half_range(queries, keys, self.spatial_range, self.q_stride, self.kv_stride, like.device, like.dtype)
+
+    def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
+        return F.interpolate(output, list(size), mode="bilinear", align_corners=False)
+
+
+class MMCVGeneralizedAttention2d(MMCVTerms, GeneralizedAttention2d):
     """Generalized attention with the numerics and the state_dict of mmcv's ``GeneralizedAttention``.
 
     Differences from :class:`GeneralizedAttention2d`:
@@ -334,9 +363,6 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
     this class computes these four correctly.
     """
 
-    wavelength = 1000.0
-    offset_sign = -1
-    position_factor = 1 / math.sqrt(2)
     windowed = False  # the range is not centred on the query
 
     def check_variant(self) -> None:
@@ -348,15 +374,6 @@ class MMCVGeneralizedAttention2d(GeneralizedAttention2d):
                 "position_embedding_dim must be a multiple of 4 (sines and cosines of two axes), "
                 f"got {self.position_embedding_dim}"
             )
-
-    def axis_width(self) -> int:
-        return self.position_embedding_dim // 2
-
-    def axis_range(self, queries: int, keys: int, like: Tensor) -> Tensor:
-        return _half_range(queries, keys, self.spatial_range, self.q_stride, self.kv_stride, like.device, like.dtype)
-
-    def upsample(self, output: Tensor, size: Sequence[int]) -> Tensor:
-        return F.interpolate(output, list(size), mode="bilinear", align_corners=False)
 
 
 @cached

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from attn_plugins.replacement import stock_of
+
 from .. import compiled_mmcv
 from ..case import Case
 from .end_to_end import MODELS as ALL
@@ -29,74 +31,55 @@ TINY = {"mmdet": (192, 256), "mmseg": (97, 97)}  # DINO selects 900 pixels
 MODELS = [model for model in ALL if model.title != "Mask2Former Swin-T, instances"]
 
 
-class Place(NamedTuple):
-    """A name that the drop-in changes: a key of a dict, or an attribute."""
+class Forward(NamedTuple):
+    """A class of a toolkit, its own ``forward`` and the drop-in's."""
 
-    owner: Any
-    name: str
-
-    def get(self) -> Any:
-        return self.owner[self.name] if isinstance(self.owner, dict) else getattr(self.owner, self.name)
-
-    def set(self, value: Any) -> None:
-        if isinstance(self.owner, dict):
-            self.owner[self.name] = value
-        else:
-            setattr(self.owner, self.name, value)
+    layer: Any
+    stock: Any
+    ours: Any
 
 
 @contextlib.contextmanager
 def our_operators() -> Iterator[None]:
-    """Let the names hold the drop-in's layers, which keep no stock code for its speed."""
+    """Let the layers have the drop-in's ``forward``, which keeps no stock code for its speed."""
     with layers(True), operators_alone():
         yield
 
 
 @cache
-def _places() -> list[tuple[Place, Any, Any]]:
-    """Return what the drop-in changes, as the toolkits have it and as it is after.
+def _forwards() -> list[Forward]:
+    """Return what the drop-in changes, which then is the toolkits' own again.
 
     Raises:
         RuntimeError: the drop-in was there before.
     """
     for toolkit in ("mmdet.models", "mmseg.models"):
         importlib.import_module(toolkit)
-    from mmcv.cnn.bricks.transformer import MultiheadAttention
-    from mmcv.ops import MultiScaleDeformableAttention
-    from mmdet.models.backbones import swin as mmdet_swin
-    from mmengine.registry import MODELS as registry
-    from mmseg.models.backbones import swin as mmseg_swin
-    from mmseg.models.decode_heads import cc_head
+    from attn_plugins.mmcv.places import PLACES
 
-    windows = mmdet_swin.ShiftWindowMSA, mmseg_swin.ShiftWindowMSA
-    names = ("GeneralizedAttention", "CrissCrossAttention", "DCN", "DCNv2")
-    places = [
-        *(Place(registry.module_dict, name) for name in names),
-        *(Place(layer, "forward") for layer in (MultiheadAttention, MultiScaleDeformableAttention, *windows)),
-        Place(cc_head, "CrissCrossAttention"),
-    ]
-    stock = [place.get() for place in places]
-    if any(layer.__module__.startswith("attn_plugins") for layer in stock):
+    kinds: list[Any] = [getattr(importlib.import_module(place.module), place.layer) for place in PLACES]
+    stock = [kind.forward for kind in kinds]
+    if any(stock_of(forward) is not forward for forward in stock):
         raise RuntimeError("attn_plugins.mmcv.drop_in was imported before the toolkits' own layers could be kept")
     from attn_plugins.mmcv import drop_in
 
     drop_in.replace()
-    both = [(place, before, place.get()) for place, before in zip(places, stock)]
-    for place, before, _ in both:
-        place.set(before)
-    return both
+    made = [Forward(kind, before, kind.forward) for kind, before in zip(kinds, stock)]
+    for layer, before, _ in made:
+        layer.forward = before
+    return made
 
 
 @contextlib.contextmanager
 def layers(ours: bool) -> Iterator[None]:
-    """Let the toolkits' names hold the drop-in's layers, or their own as afterwards."""
-    for place, before, after in _places():
-        place.set(after if ours else before)
+    """Let the toolkits' layers have the drop-in's ``forward``, or their own as afterwards."""
+    for layer, before, after in _forwards():
+        layer.forward = after if ours else before
     try:
         yield
     finally:
-        for place, before, _ in _places():
-            place.set(before)
+        for layer, before, _ in _forwards():
+            layer.forward = before
 
 
 def data(model: Model, count: int, device: str) -> Batch:
