@@ -120,7 +120,7 @@ def accelerate(model: nn.Module, *, onednn: bool = True) -> list[str]:
     for name, module in model.named_modules():
         known = known or is_replaced(type(module))
         place = place_of(type(module))
-        if place is None or not _fits(place, type(module)) or not place.supports(module):
+        if place is None or not fits(place, type(module)) or not place.supports(module):
             continue
         known = True
         if not _is_dropped_in(module, place):
@@ -201,7 +201,7 @@ def _seen(model: nn.Module) -> str:
     return f"{kind} has {', '.join(sorted(near))}, which is not one of them" if near else f"{kind} has none"
 
 
-def _fits(place: Place, layer: Any) -> bool:
+def fits(place: Place, layer: Any) -> bool:
     """Return whether a class's method has the arguments that ``ours`` takes."""
     found = tuple(inspect.signature(getattr(layer, place.method)).parameters)[1:]
     return place.arguments is None or found == place.arguments
@@ -437,7 +437,7 @@ def replace_everywhere(places: Iterable[Place], by: str) -> None:
         for place in by_module[module.__name__]:
             held = _in_module(module, place)
             layer: Any = getattr(module, place.layer, None)
-            if held is not None and stock_of(held) is held and (place.function or _fits(place, layer)):
+            if held is not None and stock_of(held) is held and (place.function or fits(place, layer)):
                 ours = replacement(place, held, place.supports)
                 setattr(module if place.function else layer, place.function or place.method, ours)
                 for name, method in place.more.items():

@@ -168,7 +168,7 @@ def test_onnx_by_either_exporter(tmp_path):
 
 
 def test_other_models_are_refused():
-    with pytest.raises(ValueError, match=r"model must contain layers .*DeformConv2d; Linear has none"):
+    with pytest.raises(ValueError, match=r"model must contain layers .*DeformConv2d; .*; Linear has none"):
         accelerate(nn.Linear(2, 2))
 
 
