@@ -56,7 +56,8 @@ def window_attention(
         scale: Factor of the content term.
         stride: Distance between neighbouring queries, in keys.
         padding: How many keys before the map the first tap of the first query lies. None centres the windows, which
-            needs an odd ``kernel_size`` unless they stay inside the map; ``dilation * (kernel_size - 1)`` makes a sequence causal.
+            needs an odd ``kernel_size`` unless they stay inside the map; ``dilation * (kernel_size - 1)`` makes a
+            sequence causal.
         border: ``'exclude'`` gives keys outside the map no weight. ``'zero'`` counts them as zero keys with zero
             values: they take part in the softmax with their position logit, as in fairseq's dynamic convolution.
             ``'inside'`` moves windows inward, by multiples of the dilation, until all their taps are on the map, as in
