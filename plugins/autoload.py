@@ -148,7 +148,7 @@ EXTENSIONS: dict[str, StandIn] = {
 }
 
 
-# Models of transformers on natten; see :mod:`attn_plugins.transformers.dinat`.
+# Models of transformers on natten; see :mod:`attn_plugins.extensions.dinat`.
 NEIGHBORHOODS = [
     f"transformers.models.{name}"
     for name in ("dinat.modeling_dinat", "nat.modeling_nat", "deprecated.nat.modeling_nat")
@@ -158,7 +158,7 @@ NEIGHBORHOODS = [
 def _repair_neighborhoods(module: ModuleType) -> None:
     stand_in = EXTENSIONS["natten.functional"].module
     if getattr(getattr(sys.modules.get("natten.functional"), "__spec__", None), "origin", None) == stand_in:
-        importlib.import_module("attn_plugins.transformers.dinat").replace(module)
+        importlib.import_module("attn_plugins.extensions.dinat").replace(module)
 
 
 class _ExtensionFinder(MetaPathFinder, Loader):

@@ -64,7 +64,7 @@ def window_attention(
             neighbourhood attention (Hassani et al. 2023; Hassani and Shi 2022): with n keys at multiples of the
             dilation from a query, the query itself at place i of them, its window starts at place
             min(max(i - kernel_size // 2, 0), n - kernel_size). Tap t is then the t-th key of the window, whatever its
-            distance; :func:`attn_plugins.terms.neighborhood_logits` makes position logits of learned distances.
+            distance; :func:`attn_plugins.terms.neighborhood.neighborhood_logits` looks up biases by distance.
             ``stride`` must be 1, ``padding`` None, and ``kernel_size * dilation`` at most the map's size.
 
     Returns:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..extensions.natten_functional import natten2dav, natten2dqkrpb
 from ..modules.common.attention import attend
 from ..modules.maps.neighborhood import neighborhood
 from ..ops.common.axes import unflatten
+from .natten_functional import natten2dav, natten2dqkrpb
 
 
 def forward(self: Any, hidden_states: Tensor, output_attentions: bool | None = False) -> tuple[Tensor, ...]:
