@@ -106,23 +106,23 @@ def na2d(
             "attn_plugins stands in for natten, and has no causal windows, strides or other options of na1d and na2d: "
             f"got is_causal={is_causal}, stride={stride}{''.join(f', {name}' for name in given)}. Install natten"
         )
-    heads = [t.movedim(-2, 1) for t in (query, key, value)]
+    q, k, v = (t.movedim(-2, 1) for t in (query, key, value))
     kernel, step = pair("kernel_size", kernel_size), pair("dilation", dilation)
-    position = None if rpb is None else neighborhood_logits(rpb, heads[0].shape[2:4], kernel, step).to(query.dtype)
+    position = None if rpb is None else neighborhood_logits(rpb, v.shape[2:4], kernel, step).to(query.dtype)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return window_attention(*heads, position, kernel, dilation=step, scale=scale, border="inside").movedim(1, -2)
+    return window_attention(q, k, v, position, kernel, dilation=step, scale=scale, border="inside").movedim(1, -2)
 
 
 def na1d(query: Tensor, key: Tensor, value: Tensor, kernel_size: Size, **options: Any) -> Tensor:
     """Return :func:`na2d` of sequences, (B, L, M, d) -> (B, L, M, d), with ``rpb`` (M, 2K - 1)."""
-    rows = {
+    rows: dict[str, Any] = {
         name: (1, *option) if isinstance(option, Sequence) else (1, option)
         for name, option in dict(kernel_size=kernel_size, **options).items()
         if name in ("kernel_size", "dilation", "stride")
     }
     if (rpb := options.get("rpb")) is not None:
         rows["rpb"] = rpb.unsqueeze(1)
-    return na2d(*(t.unsqueeze(1) for t in (query, key, value)), **{**options, **rows}).squeeze(1)
+    return na2d(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1), **{**options, **rows}).squeeze(1)
 
 
 def _options(tensor: Tensor, name: str, kernel_size: Size, dilation: Size) -> Options:
