@@ -341,9 +341,12 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       const int64_t column = p.grad_position_logits.stride[3], tap = p.grad_position_logits.stride[4];
       with_elements(p.grad_position_logits, b, m, y, x0, [&](auto* to) {
         using E = std::remove_reference_t<decltype(*to)>;
-        for_own_taps(p, x0, count, [&](int64_t x, int64_t own, int64_t t) {
-          to[x * column + own * tap] = E(slopes[t * step + x]);
-        });
+        if (p.inside())
+          return for_own_taps(p, x0, count, [&](int64_t x, int64_t own, int64_t t) {
+            to[x * column + own * tap] = E(slopes[t * step + x]);
+          });
+        for (int64_t x = 0; x < count; ++x)
+          for (int64_t t = 0; t < taps; ++t) to[x * column + t * tap] = E(slopes[t * step + x]);
       });
     }
   }
