@@ -53,7 +53,10 @@ torch.testing.assert_close(others, wanted)
 """
 
 
-@pytest.mark.parametrize("options", [{}, dict(attention_probs_dropout_prob=1e-12)], ids=["fused", "with dropout"])
+DROPOUT = pytest.param(dict(attention_probs_dropout_prob=1e-12), marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("options", [{}, DROPOUT], ids=["fused", "with dropout"])
 def test_classifies_and_trains_as_by_loops(python, options):
     pytest.importorskip("transformers.models.dinat")
     python(CODE.replace("OPTIONS", repr(options)))
