@@ -123,6 +123,7 @@ class StandIn(NamedTuple):
     module: str
     needed: str | None = None  # a package that the module imports beside torch
     caller: str | None = None  # a function that the importing code calls, where the name alone says too little
+    is_package: bool = False
 
 
 # By the extension's name, in which "*." stands for any package and for none.
@@ -142,7 +143,22 @@ EXTENSIONS: dict[str, StandIn] = {
     "*.deform_pool_ext": StandIn("attn_plugins.extensions.psroi_pooling", "torchvision"),
     "detectron2._C": StandIn("attn_plugins.extensions.detectron2", "torchvision"),
     "maskrcnn_benchmark._C": StandIn("attn_plugins.extensions.maskrcnn_benchmark", "torchvision"),
+    "natten": StandIn("attn_plugins.extensions.natten", is_package=True),
+    "natten.functional": StandIn("attn_plugins.extensions.natten_functional"),
 }
+
+
+# Models of transformers on natten; see :mod:`attn_plugins.extensions.dinat`.
+NEIGHBORHOODS = [
+    f"transformers.models.{name}"
+    for name in ("dinat.modeling_dinat", "nat.modeling_nat", "deprecated.nat.modeling_nat")
+]
+
+
+def _repair_neighborhoods(module: ModuleType) -> None:
+    stand_in = EXTENSIONS["natten.functional"].module
+    if getattr(getattr(sys.modules.get("natten.functional"), "__spec__", None), "origin", None) == stand_in:
+        importlib.import_module("attn_plugins.extensions.dinat").replace(module)
 
 
 class _ExtensionFinder(MetaPathFinder, Loader):
@@ -154,7 +170,7 @@ class _ExtensionFinder(MetaPathFinder, Loader):
             return None
         if stand_in.needed is not None and importlib.util.find_spec(stand_in.needed) is None:
             return None
-        return ModuleSpec(fullname, self, origin=stand_in.module)
+        return ModuleSpec(fullname, self, origin=stand_in.module, is_package=stand_in.is_package)
 
     def exec_module(self, module):
         stand_in = importlib.import_module(module.__spec__.origin)
@@ -186,6 +202,8 @@ def stand_in_for_extensions() -> None:
     """Offer this package's operators as :data:`EXTENSIONS`; a compiled extension takes precedence."""
     if not extensions_are_offered():
         sys.meta_path.append(_ExtensionFinder())
+        for name in NEIGHBORHOODS:
+            after_import(name, _repair_neighborhoods)
 
 
 # Each action runs after a module that is imported only once torch is complete, so that the module is never

@@ -31,7 +31,11 @@ using torch::headeronly::ScalarType;
 template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, dv;
-  int64_t kernel[2], stride[2], padding[2], dilation[2];
+  // kernel[1] and padding[1] are those of a row's taps: of windows inside the map, all taps from the one that
+  // is window[1] - 1 steps before a query to the one as far behind it, of which each query has window[1] in a
+  // row.
+  int64_t kernel[2], stride[2], padding[2], dilation[2], window[2];
+  int64_t tile;  // queries of a row computed together
   Border border;
   T scale;
   View<T> value_view, position_logits, output, log_sum_exp, grad_query, grad_key, grad_value,
@@ -40,18 +44,32 @@ struct Problem {
   // (heads, rows, width, line) and begin at `margin`, the largest distance of a tap within its phase.
   int64_t line, margin;
   const T *key = nullptr, *value = nullptr, *query = nullptr, *gradient = nullptr;
-  const T* outside = nullptr;  // (phases, line): 0 inside the map, -inf outside
+  // (phases, line): 0 inside the map, -inf outside; of windows inside the map (taps of a row, line) by
+  // queries.
+  const T* outside = nullptr;
   // Backward workspace of `heads` heads from `first_head`: (heads, rows, taps, line).
   T *weights = nullptr, *slopes = nullptr;
   int64_t first_head = 0, heads = 0;
   bool logits_wanted = false;
 
   int64_t taps() const { return kernel[0] * kernel[1]; }
+  bool inside() const { return border == Border::kInside; }
+  // The first key of a query's window along an axis.
+  int64_t first_key(int axis, int64_t query) const {
+    if (!inside()) return query * stride[axis] - padding[axis];
+    const int64_t step = dilation[axis], rest = query % step;
+    const int64_t last = ((axis ? Wk : Hk) - rest + step - 1) / step - window[axis];
+    return rest + step * std::clamp(query / step - window[axis] / 2, int64_t(0), last);
+  }
+  // The first of a row's taps in the window of column x, which falls, or stays, from column to column.
+  int64_t first_tap(int64_t x) const {
+    return inside() ? (first_key(1, x) - x + padding[1]) / dilation[1] : 0;
+  }
   // True for position logits alone over dense windows that are wide enough, with enough channels, for vectors
   // along the channels to pay off.
   bool predicted() const {
     const bool dense = stride[0] == 1 && stride[1] == 1 && dilation[0] == 1 && dilation[1] == 1;
-    return d == 0 && position_logits.data && dense && kernel[1] >= 7 && dv * sizeof(T) >= 32;
+    return d == 0 && position_logits.data && dense && !inside() && kernel[1] >= 7 && dv * sizeof(T) >= 32;
   }
 };
 
@@ -111,8 +129,13 @@ Problem<T> described(const std::optional<Tensor>& query, const Tensor& value,
   for (int axis = 0; axis < 2; ++axis) {
     p.kernel[axis] = geometry[axis], p.stride[axis] = geometry[2 + axis];
     p.padding[axis] = geometry[4 + axis], p.dilation[axis] = geometry[6 + axis];
+    p.window[axis] = p.kernel[axis];
   }
-  p.border = border_of(border), p.scale = T(scale);
+  p.border = border_of(border), p.scale = T(scale), p.tile = baseline::TILE;
+  if (p.inside()) {  // narrow tiles, since one at the edge has more taps
+    p.kernel[1] = 2 * p.window[1] - 1, p.padding[1] = (p.window[1] - 1) * p.dilation[1],
+    p.tile = baseline::NARROW_TILE;
+  }
   p.value_view = View<T>(value), p.position_logits = View<T>(position_logits),
   p.log_sum_exp = View<T>(log_sum_exp);
   return p;
@@ -146,6 +169,13 @@ struct Packed {
       }
       p.outside = outside.data();
     }
+    if (p.inside()) {
+      outside.assign(p.kernel[1] * p.line, -std::numeric_limits<T>::infinity());
+      for (int64_t x = 0; x < p.Wq; ++x)
+        for (int64_t j = 0; j < p.window[1]; ++j)
+          outside[(p.first_tap(x) + j) * p.line + p.margin + x] = T(0);
+      p.outside = outside.data();
+    }
   }
 
   const T* keep(Tensor tensor) {
@@ -160,8 +190,8 @@ void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& ke
              const std::vector<int64_t>& geometry, const std::string& border, double scale) {
   auto problem = described<T>(query, value, position_logits, log_sum_exp, geometry, border, scale);
   problem.output = View<T>(output);
-  const int64_t tasks =
-      problem.B * problem.M * problem.Hq * ((problem.Wq + baseline::TILE - 1) / baseline::TILE);
+  const int64_t tiles = (problem.Wq + problem.tile - 1) / problem.tile;
+  const int64_t tasks = problem.B * problem.M * problem.Hq * tiles;
   if (problem.predicted()) return run(Stage::PREDICTED, problem, tasks);
   run(Stage::FORWARD, Packed<T>(problem, query, key, value).p, tasks);
 }
@@ -192,9 +222,9 @@ void backward(const Tensor& grad_output, const std::optional<Tensor>& query, con
     slopes = zeros_like_options(value, {heads, one}, COMPUTED<T>);
     p.weights = static_cast<T*>(weights.data_ptr()), p.slopes = static_cast<T*>(slopes.data_ptr());
   }
-  const int64_t tiles = (p.Wq + baseline::TILE - 1) / baseline::TILE;
+  const int64_t tiles = (p.Wq + p.tile - 1) / p.tile;
   const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];
-  const int64_t key_tiles = (columns + baseline::TILE - 1) / baseline::TILE * p.stride[1];
+  const int64_t key_tiles = (columns + p.tile - 1) / p.tile * p.stride[1];
   for (int64_t first = 0; first < all; first += heads) {
     p.first_head = first, p.heads = std::min(heads, all - first);
     run(Stage::QUERIES, p, p.heads * p.Hq * tiles);

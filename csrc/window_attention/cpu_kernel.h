@@ -9,7 +9,7 @@
 
 #include "common/vector_kernel.h"
 
-constexpr int64_t TILE = 64;  // queries of a row computed together
+constexpr int64_t TILE = 64, NARROW_TILE = 16;  // queries of a row computed together
 
 // --- out[t] += scale * sum over c of left[c] * sources[t][c], for one vector of columns
 
@@ -41,36 +41,51 @@ void dots(const T* left, const T* const* sources, int64_t taps, int64_t shift, i
   for (; t < taps; ++t) dots_of<T, 1>(left, sources + t, shift, width, line, out + t, out_shift, scale);
 }
 
-// --- out[c] = sum over t of weights[t] * sources[t][c], for one vector of columns
+// --- out[c] = sum over t of weights[t] * sources[t][c], for one vector of columns; of MASKED, where
+// outside[t] is 0
 
-template <typename T, int ROWS>
+template <typename T, bool MASKED, int ROWS>
 ATTN_INLINE void mixes_of(const T* const* weights, int64_t weight_shift, const T* const* sources,
-                          int64_t shift, int64_t taps, int64_t line, T* out) {
+                          int64_t shift, const T* const* outside, int64_t taps, int64_t line, T* out) {
   using V = typename Vector<T>::type;
   V sum[ROWS] = {};
   for (int64_t t = 0; t < taps; ++t) {
-    const V w = *reinterpret_cast<const V*>(weights[t] + weight_shift);
+    const auto part = [&](const T* from) {  // neither a weight nor a source outside may be NaN or infinite
+      const V v = *reinterpret_cast<const V*>(from);
+      if constexpr (MASKED) return *reinterpret_cast<const V*>(outside[t] + weight_shift) == V{} ? v : V{};
+      return v;
+    };
+    const V w = part(weights[t] + weight_shift);
     const T* source = sources[t] + shift;
 #pragma GCC unroll 16
-    for (int c = 0; c < ROWS; ++c) sum[c] += w * *reinterpret_cast<const V*>(source + c * line);
+    for (int c = 0; c < ROWS; ++c) sum[c] += w * part(source + c * line);
   }
 #pragma GCC unroll 16
   for (int c = 0; c < ROWS; ++c) *reinterpret_cast<V*>(out + c * TILE) = sum[c];
 }
 
-template <typename T>
-void mixes(const T* const* weights, int64_t weight_shift, const T* const* sources, int64_t shift,
-           int64_t taps, int64_t width, int64_t line, T* out) {
+template <typename T, bool MASKED>
+ATTN_INLINE void mixes_of_all(const T* const* weights, int64_t x, const T* const* sources,
+                              const T* const* outside, int64_t taps, int64_t width, int64_t line, T* out) {
   int64_t c = 0;
-  if constexpr (VECTOR_BYTES == 64)
-    for (; c + 16 <= width; c += 16)
-      mixes_of<T, 16>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
-  for (; c + 8 <= width; c += 8)
-    mixes_of<T, 8>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
-  for (; c + 2 <= width; c += 2)
-    mixes_of<T, 2>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
-  for (; c < width; ++c)
-    mixes_of<T, 1>(weights, weight_shift, sources, shift + c * line, taps, line, out + c * TILE);
+  const auto next = [&](auto rows) {
+    constexpr int ROWS = decltype(rows)::value;
+    for (; c + ROWS <= width; c += ROWS)
+      mixes_of<T, MASKED, ROWS>(weights, x, sources, x + c * line, outside, taps, line, out + c * TILE);
+  };
+  if constexpr (VECTOR_BYTES == 64) next(std::integral_constant<int, 16>());
+  next(std::integral_constant<int, 8>());
+  next(std::integral_constant<int, 2>());
+  next(std::integral_constant<int, 1>());
+}
+
+template <typename T>
+void mixes(const std::vector<const T*>& weights, int64_t x, const std::vector<const T*>& sources,
+           const std::vector<const T*>* outside, int64_t width, int64_t line, T* out) {
+  const int64_t taps = int64_t(sources.size());
+  if (outside)
+    return mixes_of_all<T, true>(weights.data(), x, sources.data(), outside->data(), taps, width, line, out);
+  mixes_of_all<T, false>(weights.data(), x, sources.data(), nullptr, taps, width, line, out);
 }
 
 // --- packing
@@ -111,15 +126,17 @@ void pack_tasks(const Packing<T>& p, int64_t begin, int64_t end) {
 template <typename T>
 struct Scratch {
   Buffer<T> weights, slopes, mixed;
-  std::vector<const T*> keys, values, weight_rows, slope_rows;
+  std::vector<const T*> keys, values, weight_rows, slope_rows, outside;
   std::vector<T*> weight_out, slope_out;
-  std::vector<int64_t> taps;  // whose row is inside the map
+  std::vector<int64_t> taps;           // whose row is inside the map
+  const std::vector<const T*>* masks;  // where lanes of a tile have different taps
 
   Scratch(const Problem<T>& p, bool backward)
       : weights(p.weights ? 0 : p.taps() * TILE),
         slopes(backward && !p.slopes ? p.taps() * TILE : 0),
-        mixed(std::max(p.d, p.dv) * TILE) {
-    for (auto* list : {&keys, &values, &weight_rows, &slope_rows}) list->reserve(p.taps());
+        mixed(std::max(p.d, p.dv) * TILE),
+        masks(p.inside() ? &outside : nullptr) {
+    for (auto* list : {&keys, &values, &weight_rows, &slope_rows, &outside}) list->reserve(p.taps());
     weight_out.reserve(p.taps()), slope_out.reserve(p.taps()), taps.reserve(p.taps());
   }
 };
@@ -127,13 +144,14 @@ struct Scratch {
 // Lists the pointers of a tile's taps; the weights of tap t are at weights + t * step.
 template <typename T>
 ATTN_INLINE void list_taps(const Problem<T>& p, Scratch<T>& s, int64_t head, int64_t y, int64_t x0,
-                           T* weights, T* slopes, int64_t step) {
-  s.keys.clear(), s.values.clear(), s.weight_rows.clear(), s.slope_rows.clear();
+                           int64_t count, T* weights, T* slopes, int64_t step) {
+  const int64_t first = p.first_tap(x0 + count - 1), last = p.first_tap(x0) + p.window[1];
+  s.outside.clear(), s.keys.clear(), s.values.clear(), s.weight_rows.clear(), s.slope_rows.clear();
   s.weight_out.clear(), s.slope_out.clear(), s.taps.clear();
   for (int64_t i = 0; i < p.kernel[0]; ++i) {
-    const int64_t row = y * p.stride[0] - p.padding[0] + i * p.dilation[0];
+    const int64_t row = p.first_key(0, y) + i * p.dilation[0];
     if (row < 0 || row >= p.Hk) continue;
-    for (int64_t j = 0; j < p.kernel[1]; ++j) {
+    for (int64_t j = first; j < last; ++j) {
       const int64_t t = i * p.kernel[1] + j, offset = j * p.dilation[1];
       const int64_t phase = (head * p.Hk + row) * p.stride[1] + offset % p.stride[1];
       const int64_t column = offset / p.stride[1] + x0;
@@ -142,7 +160,21 @@ ATTN_INLINE void list_taps(const Problem<T>& p, Scratch<T>& s, int64_t head, int
       s.weight_rows.push_back(weights + t * step), s.weight_out.push_back(weights + t * step);
       if (slopes) s.slope_rows.push_back(slopes + t * step), s.slope_out.push_back(slopes + t * step);
       s.taps.push_back(t);
+      if (p.outside)
+        s.outside.push_back(
+            p.outside + (p.inside() ? j * p.line + p.margin + x0 : offset % p.stride[1] * p.line + column));
     }
+  }
+}
+
+// Calls body(x, own, t) for each query x of a tile and each tap of its window: `own` of the window's, t of
+// all.
+template <typename T, typename Body>
+ATTN_INLINE void for_own_taps(const Problem<T>& p, int64_t x0, int64_t count, const Body& body) {
+  for (int64_t x = 0; x < count; ++x) {
+    const int64_t first = p.first_tap(x0 + x);
+    for (int64_t i = 0; i < p.kernel[0]; ++i)
+      for (int64_t j = 0; j < p.window[1]; ++j) body(x, i * p.window[1] + j, i * p.kernel[1] + first + j);
   }
 }
 
@@ -154,11 +186,15 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   constexpr int64_t lanes = Vector<T>::lanes;
   const int64_t taps = p.taps();
   for (int64_t t = 0; t < taps; ++t)
-    for (int64_t x = p.position_logits.data ? count : 0; x < padded; ++x) weights[t * step + x] = T(0);
+    for (int64_t x = p.position_logits.data && !p.inside() ? count : 0; x < padded; ++x)
+      weights[t * step + x] = T(0);
   if (p.position_logits.data) {
     const int64_t column = p.position_logits.stride[3], tap = p.position_logits.stride[4];
     with_elements(p.position_logits, b, m, y, x0, [&](const auto* from) {
-      copy_matrix(from, tap, column, taps, count, T(1), weights, step);
+      if (!p.inside()) return copy_matrix(from, tap, column, taps, count, T(1), weights, step);
+      for_own_taps(p, x0, count, [&](int64_t x, int64_t own, int64_t t) {
+        weights[t * step + x] = T(from[x * column + own * tap]);
+      });
     });
   }
   if (p.query) {
@@ -171,9 +207,7 @@ ATTN_INLINE void tile_logits(const Problem<T>& p, Scratch<T>& s, int64_t head, i
   for (int64_t t = 0; t < taps; ++t) {
     T* row = weights + t * step;
     if (next < s.taps.size() && s.taps[next] == t) {
-      ++next;
-      const int64_t offset = t % p.kernel[1] * p.dilation[1];
-      const T* outside = p.outside + offset % p.stride[1] * p.line + offset / p.stride[1] + x0;
+      const T* outside = s.outside[next++];
       for (int64_t x = 0; x < padded; x += lanes) {
         const V l = *reinterpret_cast<const V*>(row + x), o = *reinterpret_cast<const V*>(outside + x);
         *reinterpret_cast<V*>(row + x) = o == V{} ? l : o;  // chosen: a sum could be NaN
@@ -228,19 +262,18 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   using V = typename Vector<T>::type;
   constexpr int64_t lanes = Vector<T>::lanes;
   Scratch<T> s(p, false);
-  const int64_t tiles = (p.Wq + TILE - 1) / TILE, taps = p.taps();
+  const int64_t tiles = (p.Wq + p.tile - 1) / p.tile, taps = p.taps();
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
-    const int64_t m = head % p.M, b = head / p.M, count = std::min(TILE, p.Wq - x0);
+    const int64_t x0 = task % tiles * p.tile, y = task / tiles % p.Hq, head = task / tiles / p.Hq;
+    const int64_t m = head % p.M, b = head / p.M, count = std::min(p.tile, p.Wq - x0);
     const int64_t padded = (count + lanes - 1) / lanes * lanes;
     T* weights = s.weights.data();
-    list_taps(p, s, head, y, x0, weights, static_cast<T*>(nullptr), TILE);
+    list_taps(p, s, head, y, x0, count, weights, static_cast<T*>(nullptr), TILE);
     tile_logits(p, s, head, b, m, y, x0, count, padded, weights, TILE);
     for (int64_t x = 0; x < padded; x += lanes) {
       V scale;
       const V top = exponentials_of_taps<T>(weights + x, taps, TILE, scale);
-      mixes(s.weight_rows.data(), x, s.values.data(), x, int64_t(s.values.size()), p.dv, p.line,
-            s.mixed.data() + x);
+      mixes(s.weight_rows, x, s.values, s.masks, p.dv, p.line, s.mixed.data() + x);
       for (int64_t c = 0; c < p.dv; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= scale;
       const V infinite = V{} + std::numeric_limits<T>::infinity();
       const V log_sum_exp = top == -infinite ? infinite : top - logarithm<T>(scale);
@@ -258,17 +291,17 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   using V = typename Vector<T>::type;
   constexpr int64_t lanes = Vector<T>::lanes;
   Scratch<T> s(p, true);
-  const int64_t tiles = (p.Wq + TILE - 1) / TILE, taps = p.taps();
+  const int64_t tiles = (p.Wq + p.tile - 1) / p.tile, taps = p.taps();
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t x0 = task % tiles * TILE, y = task / tiles % p.Hq, local = task / tiles / p.Hq;
+    const int64_t x0 = task % tiles * p.tile, y = task / tiles % p.Hq, local = task / tiles / p.Hq;
     const int64_t head = p.first_head + local, m = head % p.M, b = head / p.M;
-    const int64_t count = std::min(TILE, p.Wq - x0), padded = (count + lanes - 1) / lanes * lanes;
+    const int64_t count = std::min(p.tile, p.Wq - x0), padded = (count + lanes - 1) / lanes * lanes;
     const int64_t stored = (local * p.Hq + y) * taps * p.line + p.margin + x0;
     const bool keep = p.weights != nullptr;
     T* weights = keep ? p.weights + stored : s.weights.data();
     T* slopes = keep ? p.slopes + stored : s.slopes.data();
     const int64_t step = keep ? p.line : TILE;
-    list_taps(p, s, head, y, x0, weights, slopes, step);
+    list_taps(p, s, head, y, x0, count, weights, slopes, step);
     tile_logits(p, s, head, b, m, y, x0, count, padded, weights, step);
     for (int64_t t = 0; t < taps; ++t)
       for (int64_t x = 0; x < padded; x += lanes) *reinterpret_cast<V*>(slopes + t * step + x) = V{};
@@ -279,6 +312,11 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       for (int64_t t = 0; t < taps; ++t) *reinterpret_cast<V*>(weights + t * step + x) *= scale;
       if (!p.logits_wanted) continue;
       dots(left + x, s.values.data(), int64_t(s.values.size()), x, p.dv, p.line, s.slope_out.data(), x, T(1));
+      if (p.inside())
+        for (size_t n = 0; n < s.taps.size(); ++n) {
+          V* at = reinterpret_cast<V*>(s.slope_out[n] + x);
+          *at = *reinterpret_cast<const V*>(s.outside[n] + x) == V{} ? *at : V{};
+        }
       V mean = {};
       for (int64_t t = 0; t < taps; ++t)
         mean += *reinterpret_cast<const V*>(weights + t * step + x) *
@@ -288,8 +326,7 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         *at = *reinterpret_cast<const V*>(weights + t * step + x) * (*at - mean);
       }
       if (p.grad_query.data) {
-        mixes(s.slope_rows.data(), x, s.keys.data(), x, int64_t(s.keys.size()), p.d, p.line,
-              s.mixed.data() + x);
+        mixes(s.slope_rows, x, s.keys, s.masks, p.d, p.line, s.mixed.data() + x);
         for (int64_t c = 0; c < p.d; ++c) *reinterpret_cast<V*>(s.mixed.data() + c * TILE + x) *= p.scale;
       }
     }
@@ -304,6 +341,10 @@ void query_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
       const int64_t column = p.grad_position_logits.stride[3], tap = p.grad_position_logits.stride[4];
       with_elements(p.grad_position_logits, b, m, y, x0, [&](auto* to) {
         using E = std::remove_reference_t<decltype(*to)>;
+        if (p.inside())
+          return for_own_taps(p, x0, count, [&](int64_t x, int64_t own, int64_t t) {
+            to[x * column + own * tap] = E(slopes[t * step + x]);
+          });
         for (int64_t x = 0; x < count; ++x)
           for (int64_t t = 0; t < taps; ++t) to[x * column + t * tap] = E(slopes[t * step + x]);
       });
@@ -316,43 +357,59 @@ template <typename T>
 void key_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   constexpr int64_t lanes = Vector<T>::lanes;
   Buffer<T> mixed(std::max(p.d, p.dv) * TILE);
-  std::vector<const T*> weights, slopes, gradients, queries;
+  std::vector<const T*> weights, slopes, gradients, queries, outside;
+  const auto* masks = p.inside() ? &outside : nullptr;
   const int64_t columns = (p.Wk + p.padding[1] + p.stride[1] - 1) / p.stride[1];  // per phase
-  const int64_t tiles = (columns + TILE - 1) / TILE, taps = p.taps();
+  const int64_t tiles = (columns + p.tile - 1) / p.tile, taps = p.taps();
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t u0 = task % tiles * TILE, phase = task / tiles % p.stride[1];
+    const int64_t u0 = task % tiles * p.tile, phase = task / tiles % p.stride[1];
     const int64_t row = task / tiles / p.stride[1] % p.Hk, local = task / tiles / p.stride[1] / p.Hk;
     const int64_t head = p.first_head + local, m = head % p.M, b = head / p.M;
-    const int64_t count = std::min(TILE, columns - u0), padded = (count + lanes - 1) / lanes * lanes;
+    const int64_t count = std::min(p.tile, columns - u0), padded = (count + lanes - 1) / lanes * lanes;
     // Elements [from, to) of this tile are columns of the map.
     const int64_t first = u0 * p.stride[1] + phase - p.padding[1];
     int64_t from = 0, to = 0;
     if (first < 0) from = (-first + p.stride[1] - 1) / p.stride[1];
     if (p.Wk > first) to = std::min(count, (p.Wk - first + p.stride[1] - 1) / p.stride[1]);
     if (from >= to) continue;
-    weights.clear(), slopes.clear(), gradients.clear(), queries.clear();
-    for (int64_t i = 0; i < p.kernel[0]; ++i) {
-      const int64_t up = row + p.padding[0] - i * p.dilation[0], y = up / p.stride[0];
-      if (up < 0 || up % p.stride[0] || y >= p.Hq) continue;
+    weights.clear(), slopes.clear(), gradients.clear(), queries.clear(), outside.clear();
+    // Queries of row y have this row of keys as their taps' row i.
+    const auto list = [&](int64_t y, int64_t i) {
       for (int64_t j = 0; j < p.kernel[1]; ++j) {
         const int64_t offset = j * p.dilation[1];
         if (offset % p.stride[1] != phase) continue;
+        if (p.inside()) {
+          const int64_t low = std::max(int64_t(0), u0 - offset), high = std::min(p.Wq, u0 - offset + count);
+          if (low >= high || j < p.first_tap(high - 1) || j >= p.first_tap(low) + p.window[1]) continue;
+          outside.push_back(p.outside + j * p.line + p.margin - offset + u0);
+        }
         const int64_t x = p.margin - offset / p.stride[1] + u0;
         const int64_t stored = ((local * p.Hq + y) * taps + i * p.kernel[1] + j) * p.line + x;
         weights.push_back(p.weights + stored), slopes.push_back(p.slopes + stored);
         gradients.push_back(p.gradient + (head * p.Hq + y) * p.dv * p.line + x);
         if (p.query) queries.push_back(p.query + (head * p.Hq + y) * p.d * p.line + x);
       }
+    };
+    if (p.inside()) {
+      const int64_t step = p.dilation[0], reach = (p.window[0] - 1) * step;
+      for (int64_t y = row - reach; y <= row + reach; y += step) {
+        const int64_t i = y < 0 || y >= p.Hq ? -1 : (row - p.first_key(0, y)) / step;
+        if (i >= 0 && i < p.window[0]) list(y, i);
+      }
+    } else {
+      for (int64_t i = 0; i < p.kernel[0]; ++i) {
+        const int64_t up = row + p.padding[0] - i * p.dilation[0], y = up / p.stride[0];
+        if (up >= 0 && up % p.stride[0] == 0 && y < p.Hq) list(y, i);
+      }
     }
-    const int64_t pairs = int64_t(weights.size());
     if (p.grad_value.data) {
       for (int64_t u = 0; u < padded; u += lanes)
-        mixes(weights.data(), u, gradients.data(), u, pairs, p.dv, p.line, mixed.data() + u);
+        mixes(weights, u, gradients, masks, p.dv, p.line, mixed.data() + u);
       scatter(p.grad_value, b, m, row, first, p.stride[1], from, to, p.dv, mixed.data());
     }
     if (p.grad_key.data) {
       for (int64_t u = 0; u < padded; u += lanes)
-        mixes(slopes.data(), u, queries.data(), u, pairs, p.d, p.line, mixed.data() + u);
+        mixes(slopes, u, queries, masks, p.d, p.line, mixed.data() + u);
       for (int64_t i = 0; i < p.d * TILE; ++i) mixed[i] *= p.scale;
       scatter(p.grad_key, b, m, row, first, p.stride[1], from, to, p.d, mixed.data());
     }

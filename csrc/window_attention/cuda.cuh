@@ -40,8 +40,15 @@ bool aligned(const Maps<T>& m) {
   return whole && reinterpret_cast<uintptr_t>(m.data) % (N * sizeof(T)) == 0;
 }
 
-GeneralAxis general_axis(int64_t queries, int64_t keys, const std::vector<int64_t>& geometry, int axis) {
-  return {queries, keys, geometry[axis], geometry[2 + axis], geometry[4 + axis], geometry[6 + axis]};
+GeneralAxis general_axis(int64_t queries, int64_t keys, const std::vector<int64_t>& geometry, int axis,
+                         Border border) {
+  return {queries,
+          keys,
+          geometry[axis],
+          geometry[2 + axis],
+          geometry[4 + axis],
+          geometry[6 + axis],
+          border == Border::kInside};
 }
 
 template <class T>
@@ -54,12 +61,13 @@ GeneralProblem<T> general_problem(const std::optional<Tensor>& query, const std:
   g.position_logits = maps<const T>(position_logits);
   g.log_sum_exp = static_cast<float*>(log_sum_exp.data_ptr());
   g.B = log_sum_exp.size(0), g.M = log_sum_exp.size(1);
-  g.y = general_axis(log_sum_exp.size(2), value.size(2), geometry, 0);
-  g.x = general_axis(log_sum_exp.size(3), value.size(3), geometry, 1);
+  g.border = border_of(border);
+  g.y = general_axis(log_sum_exp.size(2), value.size(2), geometry, 0, g.border);
+  g.x = general_axis(log_sum_exp.size(3), value.size(3), geometry, 1, g.border);
   const int64_t d = query.has_value() ? query->size(4) : 0, dv = value.size(4);
   STD_TORCH_CHECK(std::max(d, dv) <= kWidestHead, "attn_plugins: a head may have up to ", kWidestHead,
                   " channels on CUDA, got ", std::max(d, dv));
-  g.d = int(d), g.dv = int(dv), g.scale = float(scale), g.border = border_of(border);
+  g.d = int(d), g.dv = int(dv), g.scale = float(scale);
   return g;
 }
 
@@ -70,14 +78,14 @@ void for_rows(const WindowOperands<T>& w, const Body& body) {
   body(w.grad_query), body(w.grad_key), body(w.grad_value);
 }
 
-// Returns whether the fast kernels apply: channels are contiguous, neighbouring windows overlap tap on tap,
-// and places, and distances in memory as far as the windows of a tile reach, fit into 32 bits.
-// ATTN_PLUGINS_WINDOW_FAST=0 disables them, for comparisons.
+// Returns whether the fast kernels apply: windows are not moved, channels are contiguous, neighbouring
+// windows overlap tap on tap, and places, and distances in memory as far as the windows of a tile reach, fit
+// into 32 bits. ATTN_PLUGINS_WINDOW_FAST=0 disables them, for comparisons.
 template <class T>
 bool fast_kernels_fit(const GeneralProblem<T>& g) {
   constexpr int64_t places = int64_t(1) << 27, elements = int64_t(1) << 29, teams = int64_t(1) << 29;
   const char* wanted = std::getenv("ATTN_PLUGINS_WINDOW_FAST");
-  if (wanted != nullptr && wanted[0] == '0') return false;
+  if (g.border == Border::kInside || (wanted != nullptr && wanted[0] == '0')) return false;
   const GeneralAxis axes[] = {g.y, g.x};
   for (const GeneralAxis& axis : axes) {
     const bool overlap = axis.dilation == 1 || axis.dilation < std::min(axis.queries, axis.keys);

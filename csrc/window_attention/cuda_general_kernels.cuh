@@ -9,17 +9,34 @@
 
 namespace attn_plugins {
 
-// One axis: tap t of query q is key q * stride - padding + t * dilation.
+// One axis: tap t of query q is key q * stride - padding + t * dilation; of windows inside the map, first_key
+// + t * dilation.
 struct GeneralAxis {
   int64_t queries, keys, taps, stride, padding, dilation;
+  bool inside;
 
-  __device__ __forceinline__ int64_t key(int64_t query, int64_t tap) const {
-    return query * stride - padding + tap * dilation;
+  __device__ __forceinline__ int64_t first_key(int64_t query) const {
+    if (!inside) return query * stride - padding;
+    const int64_t phase = query % dilation, last = (keys - phase + dilation - 1) / dilation - taps;
+    return phase + dilation * min(max(query / dilation - taps / 2, int64_t(0)), last);
   }
-  // Returns the query whose tap is this key, or -1.
-  __device__ __forceinline__ int64_t query(int64_t key, int64_t tap) const {
-    const int64_t first = key + padding - tap * dilation;
-    return first >= 0 && first % stride == 0 && first / stride < queries ? first / stride : -1;
+  __device__ __forceinline__ int64_t key(int64_t query, int64_t tap) const {
+    return first_key(query) + tap * dilation;
+  }
+  // Numbers of queries that may have a key.
+  __device__ __forceinline__ int64_t pairs() const { return inside ? 2 * taps - 1 : taps; }
+  // Sets `query` to the n-th of these and `tap` to its tap that is the key. Returns false if there is none.
+  __device__ __forceinline__ bool pair(int64_t key, int64_t n, int64_t& query, int64_t& tap) const {
+    const int64_t first = key + padding - n * dilation;
+    if (!inside) {
+      query = first / stride, tap = n;
+      return first >= 0 && first % stride == 0 && query < queries;
+    }
+    query = key + (n - taps + 1) * dilation;
+    if (query < 0 || query >= queries) return false;
+    const int64_t distance = key - first_key(query);
+    tap = distance / dilation;
+    return distance >= 0 && tap < taps;
   }
 };
 
@@ -167,11 +184,11 @@ __global__ void __launch_bounds__(kThreads) window_key_gradient_general_kernel(c
     const GeneralPlace at(n, p.M, p.y.keys, p.x.keys);
     const Row<N> key(p.key, at, p.d), value(p.value, at, p.dv);
     Row<N> grad_key, grad_value;
-    for (int64_t i = 0; i < p.y.taps; ++i) {
-      for (int64_t j = 0; j < p.x.taps; ++j) {
+    for (int64_t m = 0; m < p.y.pairs(); ++m) {
+      for (int64_t n = 0; n < p.x.pairs(); ++n) {
         GeneralPlace place = at;
-        place.y = p.y.query(at.y, i), place.x = p.x.query(at.x, j);
-        if (place.y < 0 || place.x < 0) continue;
+        int64_t i, j;
+        if (!p.y.pair(at.y, m, place.y, i) || !p.x.pair(at.x, n, place.x, j)) continue;
         const Row<N> query(p.query, place, p.d), grad_output(p.grad_output, place, p.dv);
         const int64_t index = ((at.b * p.M + at.m) * p.y.queries + place.y) * p.x.queries + place.x;
         const float logit = general_logit(p, place, i * p.x.taps + j, query, key);

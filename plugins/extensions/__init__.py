@@ -23,11 +23,15 @@ package                             …, ``modulated_deform_conv_cuda_forward``,
 ``maskrcnn_benchmark._C``           the same, those of ``deform_pool_ext``,         maskrcnn-benchmark, GLIP
                                     ``nms``, ``roi_align_…``, ``roi_pool_…``,
                                     ``sigmoid_focalloss_…``
+``natten``, ``natten.functional``   ``NeighborhoodAttention1D``, ``…2D``,           code for NATTEN up to 0.19, such as
+                                    ``natten1dqkrpb``, ``natten2dav``, …            transformers' DiNAT, allin1
 ==================================  ==============================================  =================================
 
 They need no compiler and also run on CPUs, though the Python code of DCNv4 asks for a GPU when it is imported, and that
 of mmdetection, BasicSR, detectron2 and maskrcnn-benchmark when it convolves. ``adet._C`` and those below ``DCNv4.ext``
 need torchvision, and raise NotImplementedError when a function is called that they do not have.
+
+NATTEN from 0.20 on lacks these names: ``import attn_plugins.extensions.natten`` adds them to an installed one.
 
 With torch >= 2.5 and an installed attn_plugins, they are offered from ``import torch`` on; otherwise, importing this
 package offers them. A compiled extension always takes precedence. As many packages have an ``_ext``, it is offered only

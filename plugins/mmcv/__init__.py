@@ -14,6 +14,7 @@ One line in any config is enough::
 ``BilateralNonLocal2d``          plug-in layer; ``decode_head=dict(type='NonLocalAttentionHead', attention=...)``
 ``BilateralCrissCross2d``        plug-in layer; ``decode_head=dict(type='AttentionHead', attention=...)``
 ``CrissCrossAttention2d``        plug-in layer, content alone or with relative positions
+``NeighborhoodAttention2d, …1d`` plug-in layers with windows that stay inside the map, as NATTEN's
 ``NonLocalAttention2d``          :class:`attn_plugins.modules.NonLocal2d`, a plug-in layer
 ``NonLocalAttention1d, …3d``     :class:`attn_plugins.modules.NonLocal1d` and ``NonLocal3d``, for sequences and clips
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
@@ -46,6 +47,8 @@ from .layers import (
     DynamicConv2d,
     GeneralizedAttention2d,
     LocalBilateralConv2d,
+    NeighborhoodAttention1d,
+    NeighborhoodAttention2d,
     NonLocalAttention1d,
     NonLocalAttention2d,
     NonLocalAttention3d,
@@ -63,6 +66,8 @@ __all__ = [
     "DynamicConv2d",
     "GeneralizedAttention2d",
     "LocalBilateralConv2d",
+    "NeighborhoodAttention1d",
+    "NeighborhoodAttention2d",
     "NonLocalAttention1d",
     "NonLocalAttention2d",
     "NonLocalAttention3d",

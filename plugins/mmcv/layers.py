@@ -65,6 +65,14 @@ class CrissCrossAttention2d(PartsReinitialised, modules.CrissCrossAttention2d):
     """:class:`attn_plugins.modules.CrissCrossAttention2d`."""
 
 
+class NeighborhoodAttention2d(PartsReinitialised, modules.NeighborhoodAttention2d):
+    """:class:`attn_plugins.modules.NeighborhoodAttention2d`."""
+
+
+class NeighborhoodAttention1d(PartsReinitialised, modules.NeighborhoodAttention1d):
+    """:class:`attn_plugins.modules.NeighborhoodAttention1d`."""
+
+
 class NonLocalAttention2d(Reinitialised, modules.NonLocal2d):
     """:class:`attn_plugins.modules.NonLocal2d` under mmcv's registry name."""
 

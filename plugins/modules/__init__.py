@@ -20,6 +20,7 @@ from .maps.deformable_conv import CausalDeformableConv1d, DeformableConv1d, Defo
 from .maps.dynamic_conv import DynamicConv1d, DynamicConv2d
 from .maps.generalized_attention import GeneralizedAttention2d
 from .maps.local_bilateral import LocalBilateralConv2d
+from .maps.neighborhood import NeighborhoodAttention1d, NeighborhoodAttention2d
 from .maps.non_local import NonLocal2d
 from .maps.non_local_1d_3d import NonLocal1d, NonLocal3d
 from .sequences.alignment_attention import AlignmentAttention
@@ -57,6 +58,8 @@ __all__ = [
     "MultiheadAttention",
     "MultiheadSpatialAttention",
     "MultimodalDecoderBlock",
+    "NeighborhoodAttention1d",
+    "NeighborhoodAttention2d",
     "NonLocal1d",
     "NonLocal2d",
     "NonLocal3d",

@@ -210,6 +210,7 @@ def test_the_doctor_says_which_serves(monkeypatch, tmp_path, capsys):
     names = [name for name in SERVED if not name.endswith(files)]
     shown = dict(line.split(maxsplit=1)[1].split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert shown == {
+        **dict.fromkeys(("natten", "natten.functional"), ours),
         **{name: compiled if name == "groundingdino._C" else ours for name in names},
         **{f"{file}, in any package": anywhere for file in files},
     }

@@ -85,12 +85,18 @@ def window(source: Draw) -> Call:
         kernel = tuple(size // 2 * 2 + 1 for size in kernel)
     dilation = tuple(source.integer(2, 12) if source.chance(0.3) else 1 for _ in kernel)
     stride = tuple(source.integer(2, 5) if source.chance(0.3) else 1 for _ in kernel)
-    padding = None if centred else tuple(source.integer(0, size * step) for size, step in zip(kernel, dilation))
+    inside = source.chance(0.25)
+    padding = (
+        None if centred or inside else tuple(source.integer(0, size * step) for size, step in zip(kernel, dilation))
+    )
     B, M = _sizes(source)
     size = source.extents(axes, 400)
     grid = tuple(-(-n // step) for n, step in zip(size, stride)) if source.chance(0.7) else source.extents(axes, 400)
     if source.chance(0.02):
         grid = (*grid[:-1], 0)
+    if inside:
+        stride, dilation = (1,) * axes, tuple(min(step, 3) for step in dilation)
+        grid = size = tuple(max(n, k * step) for n, k, step in zip(size, kernel, dilation))
     d, dv = _widths(source)
     taps = math.prod(kernel)
     position = None if terms == "content" else source.logits((B, M, *grid, taps), 2, dtype)
@@ -102,9 +108,10 @@ def window(source: Draw) -> Call:
         scale=_scale(source, d),
         stride=source.short(stride),
         padding=padding if padding is None else source.short(padding),
-        border=source.choice(("exclude", "zero")),
+        border="inside" if inside else source.choice(("exclude", "zero")),
     )
     queries, keys = ("Tq", "T") if axes == 1 else ("Hq Wq", "H W")
+    queries = keys if inside else queries
     named = dict(query=f"B M {queries} d", key=f"B M {keys} d", value=f"B M {keys} dv")
     options = dict.fromkeys(("kernel_size", "dilation", "stride"), "ints>=1")
     return _call(
@@ -112,9 +119,10 @@ def window(source: Draw) -> Call:
         arguments,
         dict(**named, position_logits=f"B? M? {queries} taps"),
         {**options, "scale": "number", "padding": "ints>=0?", "border": "choice"},
-        lambda sizes: 0 not in [sizes[axis] for axis in keys.split()] and sizes.get("taps", taps) == taps,
+        lambda sizes: 0 not in [sizes[axis] for axis in keys.split()] and sizes.get("taps", taps) == taps
+        and not (inside and any(sizes[axis] < k * step for axis, k, step in zip(keys.split(), kernel, dilation))),
         "position_logits",
-    )
+    )  # fmt: skip
 
 
 def criss_cross(source: Draw) -> Call:

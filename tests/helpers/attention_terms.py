@@ -10,11 +10,11 @@ NAMES = {
     **dict.fromkeys(
         ("AAConv2d", "BilateralCrissCross2d", "BilateralNonLocal2d", "BilateralSelfAttention", "NonLocal2d, both",
          "CrissCrossAttention2d, relative", "CrissCrossAttention2d, resized", "NonLocal2d, relative",
-         "RelativeSelfAttention"), BOTH,
+         "NeighborhoodAttention1d", "NeighborhoodAttention2d", "RelativeSelfAttention"), BOTH,
     ),
     **dict.fromkeys(
         ("AAConv2d, no convolution", "AAConv2d, sine", "CrissCrossAttention2d", "LocalBilateralConv2d, content",
-         "MultiheadAttention", "NonLocal2d"), "content",
+         "MultiheadAttention", "NeighborhoodAttention2d, content", "NonLocal2d"), "content",
     ),
     **dict.fromkeys(("DynamicConv2d", "GeneralizedAttention2d, strides"), "position"),
     **dict.fromkeys(("GeneralizedAttention2d, 0010", "MultiheadSpatialAttention, 0010"), "saliency"),
@@ -28,7 +28,7 @@ NAMES = {
 # Parameters without which there is no such term. An augmented convolution has keys among others.
 SILENT = {
     "content": ("phi", "key_conv", "key.", "k_proj"),
-    "position": ("position", "height_rel", "width_rel", "key_table"),
+    "position": ("position", "height_rel", "width_rel", "key_table", "rpb"),
 }
 SILENT["geometric"] = SILENT["position"]
 

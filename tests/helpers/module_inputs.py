@@ -61,7 +61,7 @@ def deformable() -> Call:
 
 # Inputs by name of the variant, else of the class. Maps are 5 × 7.
 ON_MAPS = ("BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttention2d", "DynamicConv2d",
-           "GeneralizedAttention2d", "LocalBilateralConv2d", "NonLocal2d")  # fmt: skip
+           "GeneralizedAttention2d", "LocalBilateralConv2d", "NeighborhoodAttention2d", "NonLocal2d")  # fmt: skip
 ON_WORDS = ("BilateralSelfAttention", "MultiheadAttention", "MultiheadSpatialAttention", "RelativeSelfAttention")
 INPUTS: dict[str, Callable[[], Call]] = {
     **dict.fromkeys(ON_MAPS, over(16, 5, 7)),
@@ -85,6 +85,7 @@ INPUTS: dict[str, Callable[[], Call]] = {
     "GatedConvBlock": lambda: ((torch.randn(B, T, 8), torch.randn(B, T, 8), narrow_sources()), {}),
     "MultiScaleDeformableAttention": deformable,
     "MultimodalDecoderBlock": lambda: ((torch.randn(B, T, 16), *sources(), mask(T)), {}),
+    "NeighborhoodAttention1d": over(16, T),
     "NonLocal1d": over(16, T),
     "NonLocal3d": over(16, 3, 4, 5),
     "ShowAttendTell": lambda: ((torch.randn(B, 4, 8), torch.randn(B, S, 6), mask(S)), {}),

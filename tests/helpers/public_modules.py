@@ -39,6 +39,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "SpaceTimeSelfAttention": dict(embed_dim=16, num_heads=2),
     "SpatialSelfAttention": dict(embed_dim=16, num_heads=2),
     "MultimodalDecoderBlock": dict(embed_dim=16, num_heads=2, ffn_dim=8),
+    "NeighborhoodAttention1d": dict(in_channels=16, num_heads=2, kernel_size=3),
+    "NeighborhoodAttention2d": dict(in_channels=16, num_heads=2, kernel_size=3),
     "NonLocal1d": dict(in_channels=16),
     "NonLocal2d": dict(in_channels=16),
     "NonLocal3d": dict(in_channels=16),
@@ -76,6 +78,9 @@ OTHERS: dict[str, dict[str, Any]] = {
     "MultiheadSpatialAttention, range": dict(attention_type="0111", attention_range=3),
     "MultimodalDecoderBlock, parallel": dict(fusion="parallel"),
     "MultimodalDecoderBlock, stacked-visual": dict(fusion="stacked-visual"),
+    "NeighborhoodAttention1d, dilated": dict(dilation=2),
+    "NeighborhoodAttention2d, content": dict(position="none", kernel_size=(5, 3)),
+    "NeighborhoodAttention2d, dilated": dict(kernel_size=(3, 2), dilation=(1, 3)),
     "NonLocal1d, gaussian": dict(mode="gaussian", sub_sample=True),
     "NonLocal2d, concatenation": dict(mode="concatenation"),
     "NonLocal2d, dot product": dict(mode="dot_product"),
@@ -103,7 +108,8 @@ VARIANTS: dict[str, Callable[..., nn.Module]] = {
 MODULES = {name: build for name, build in VARIANTS.items() if "," not in name}
 # Classes that start as the identity.
 IDENTITIES = ["BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttention2d", "DynamicConv2d",
-              "GeneralizedAttention2d", "NonLocal1d", "NonLocal2d", "NonLocal3d"]  # fmt: skip
+              "GeneralizedAttention2d", "NeighborhoodAttention1d", "NeighborhoodAttention2d",
+              "NonLocal1d", "NonLocal2d", "NonLocal3d"]  # fmt: skip
 
 
 def often(*names: str, never: tuple[str, ...] = ()) -> pytest.MarkDecorator:

@@ -115,6 +115,8 @@ def assert_same_as_plain(attended):
         ("CrissCrossAttention2d", dict(position="relative", input_size=(5, 7), gate_init=0.5)),
         ("DynamicConv2d", dict(norm_cfg=dict(type="BN"))),
         ("GeneralizedAttention2d", {}),
+        ("NeighborhoodAttention1d", {}),
+        ("NeighborhoodAttention2d", dict(kernel_size=3, gate_init=0.5)),
         ("NonLocalAttention1d", {}),
         ("NonLocalAttention2d", {}),
         ("NonLocalAttention3d", {}),
@@ -132,7 +134,9 @@ def test_plugin_layers_keep_their_own_start_under_any_init_cfg(name, options):
         assert (value.max() == value.min()) == (start[key] == 0), key
 
 
-@pytest.mark.parametrize("name", ["DynamicConv2d", "BilateralNonLocal2d", "BilateralCrissCross2d"])
+@pytest.mark.parametrize(
+    "name", ["DynamicConv2d", "BilateralNonLocal2d", "BilateralCrissCross2d", "NeighborhoodAttention2d"]
+)
 def test_plugin_layers_in_a_resnet(name):
     plugin = dict(cfg=dict(type=name, kernel_size=3), stages=(False, False, True, True), position="after_conv2")
     assert_same_as_plain(resnet(plugins=[plugin]))

@@ -75,6 +75,10 @@ NON_LOCAL = (
     lambda layer, x: layer.projected(x)[2],
     lambda layer, x, y: x + (layer.norm or nn.Identity())(layer.conv_out(y)),
 )
+NEIGHBORHOOD = (
+    lambda layer, x: layer.qkv(x)[:, 2 * x.shape[1] :],
+    lambda layer, x, y: x + layer.gamma.scale * layer.proj(y),
+)
 OUTPUTS: dict[str, tuple[Any, Any]] = {
     "BilateralCrissCross2d": CRISS_CROSS,
     "BilateralNonLocal2d": (lambda layer, x: layer.g(x), lambda layer, x, y: x + layer.conv_out(y)),
@@ -87,6 +91,8 @@ OUTPUTS: dict[str, tuple[Any, Any]] = {
     ),
     "MultiheadAttention": IN_STEPS,
     "MultiheadSpatialAttention": IN_STEPS,
+    "NeighborhoodAttention1d": NEIGHBORHOOD,
+    "NeighborhoodAttention2d": NEIGHBORHOOD,
     "NonLocal1d": NON_LOCAL,
     "NonLocal2d": NON_LOCAL,
     "NonLocal3d": NON_LOCAL,
@@ -227,6 +233,8 @@ def test_a_term_is_what_is_left_without_the_other(name):
                 parameter.zero_()
         if name.startswith("AAConv2d") and other == "content":
             layer.qkv.weight[layer.dk : 2 * layer.dk] = 0
+        if name.startswith("Neighborhood") and other == "content":
+            layer.qkv.weight[16:32] = 0
         torch.testing.assert_close(softmax_over_keys(logits[term]), layer.attention_maps(*args, **kwargs))
 
 

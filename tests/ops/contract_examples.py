@@ -255,6 +255,7 @@ EXAMPLES: dict[str, Build] = {
     "window_attention": _window_attention(f"{CONTENT} position_logits"),
     "window_attention, content": _window_attention(CONTENT, stride=(1, 2)),
     "window_attention, position": _window_attention("value position_logits", kernel=(1, 7), border="zero"),
+    "window_attention, inside": _window_attention(f"{CONTENT} position_logits", kernel=(2, 3), border="inside"),
     "criss_cross_attention": _criss_cross_attention(f"{CONTENT} position_logits"),
     "criss_cross_attention, content": _criss_cross_attention(CONTENT),
     "criss_cross_attention, position": _criss_cross_attention("value position_logits"),

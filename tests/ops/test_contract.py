@@ -108,7 +108,10 @@ def opcheck(operator: Callable, arguments: tuple, grad: bool) -> None:
 @every_device
 @pytest.mark.parametrize(
     "name, dtype",
-    [*((n, torch.float32) for n in EXAMPLES if n in OPERATORS or "se" in n), ("deform_conv2d", torch.bfloat16)],
+    [
+        *((n, torch.float32) for n in EXAMPLES if n in OPERATORS or "se" in n or "inside" in n),
+        ("deform_conv2d", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_opcheck(name, dtype, device):
@@ -170,8 +173,9 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [*OPERATORS, "global_attention, prefix", "sequence_attention, range", "sequence_attention, segments"]
-)
+    "name", [*OPERATORS, "global_attention, prefix", "sequence_attention, range", "sequence_attention, segments",
+           "window_attention, inside"]
+)  # fmt: skip
 def test_exports(name):
     """Attention exports for any size, but for the taps of a range."""
     fixed = "deform" in name or "range" in name

@@ -63,11 +63,11 @@ def pyramids(Q: int, *shapes: tuple[int, int], d=32, M=8, K=4, dtype=HALF) -> Ca
     return lambda: (operator, terms, operator.options([n for shape in shapes for n in shape], [K] * len(shapes)))
 
 
-def windows(H: int, W: int, kernel: tuple[int, int], d=32, B=2, M=8, dtype=HALF) -> Call:
+def windows(H: int, W: int, kernel: tuple[int, int], d=32, B=2, M=8, dtype=HALF, border="exclude") -> Call:
     operator = window.ATTEND
     maps = [meta(B, H, W, 3, M, d, dtype=dtype)[:, :, :, n].permute(0, 3, 1, 2, 4) for n in range(3)]
     terms = operator.terms(*maps, meta(1, M, H, W, kernel[0] * kernel[1], dtype=dtype))
-    options = operator.options(kernel, (1, 1), (kernel[0] // 2, kernel[1] // 2), (1, 1), "exclude", 1.0)
+    options = operator.options(kernel, (1, 1), (kernel[0] // 2, kernel[1] // 2), (1, 1), border, 1.0)
     return lambda: (operator, terms, options)
 
 
@@ -124,7 +124,8 @@ def kernels_compile(capability: int) -> None:
         (maps((50, 84), (25, 42), torch.bfloat16), "both"),
         *((pyramids(300, (50, 84), (25, 42), **sizes), "both")
           for sizes in (dict(), dict(dtype=SINGLE), dict(d=5, K=3), dict(d=200, dtype=torch.bfloat16))),
-        *((windows(50, 84, (7, 7), **sizes), "both") for sizes in (dict(), dict(d=64, dtype=SINGLE), dict(d=19))),
+        *((windows(50, 84, (7, 7), **sizes), "both")
+          for sizes in (dict(), dict(d=64, dtype=SINGLE), dict(d=19), dict(border="inside"))),
     ]  # fmt: skip
     for call, passes in calls:
         for variant, kernel in variants(launches(*call(), passes=passes, capability=capability)).items():

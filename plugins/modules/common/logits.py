@@ -56,7 +56,7 @@ class WindowLogits(NamedTuple):
         scale: Factor of the content term.
         stride: Distance of neighbouring queries in rows and columns.
         padding: Rows and columns before the map at which the first window starts; None to centre the windows.
-        border: ``'exclude'`` for keys outside the map, or ``'zero'``.
+        border: ``'exclude'`` for keys outside the map, or ``'zero'``; ``'inside'`` for windows that have none.
     """
 
     query: Tensor | None

@@ -182,12 +182,13 @@ def _of(logits: MapLogits, y: Tensor, x: Tensor) -> MapLogits:
 
 
 def _windows(logits: WindowLogits) -> reference.Windows:
-    query, _, value, position, kernel, dilation, _, stride, padding, _ = logits
+    query, _, value, position, kernel, dilation, _, stride, padding, border = logits
     leader = position if query is None else query
     assert leader is not None
     if padding is None:
         padding = [size // 2 * step for size, step in zip(kernel, dilation)]
-    return reference.Windows(leader.shape[2:4], value.shape[2:4], kernel, stride, padding, dilation, value.device)
+    size = leader.shape[2:4], value.shape[2:4]
+    return reference.Windows(*size, kernel, stride, padding, dilation, value.device, border)
 
 
 def _laid_out(taps: Tensor, windows: reference.Windows, keys: Sequence[int], queries: Tensor, beyond: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Call the CUDA kernels of window attention (``csrc/window_attention/cuda.cuh``).
 
 They read float16, bfloat16 and float32 and compute in float32. Fast kernels take windows of stride 1 whose channels are
-contiguous; a general kernel takes every stride, dilation and size.
+contiguous; a general kernel takes every stride, dilation and size, and windows that stay inside the map.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Window attention in plain PyTorch, tap by tap, for devices without a kernel.
 
 Each tap pairs one slice of the queries with one slice of the keys, so nothing is unfolded; the weights of all taps are
-stored. No sum depends on the order in which threads run.
+stored. Where windows stay inside the map, it pairs several, one for each distance from its queries. No sum depends on
+the order in which threads run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,13 @@ from .operands import Options, Terms
 Slices = tuple[slice, slice]
 
 
+class Inside(NamedTuple):
+    """Keys of a tap of windows inside the map: along both axes, queries and their keys, in the order of queries."""
+
+    rows: Sequence[Slices]
+    columns: Sequence[Slices]
+
+
 def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
     """Return the queries whose key, query * stride + start, is inside the map, and these keys."""
     first = max(0, -(start // stride))
@@ -27,32 +36,63 @@ def _axis(queries: int, keys: int, stride: int, start: int) -> Slices:
     return slice(first, last), slice(first * stride + start, (last - 1) * stride + start + 1, stride)
 
 
-def _taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterator[tuple[int, tuple, tuple]]:
+def _inside(size: int, kernel: int, step: int, tap: int) -> Sequence[Slices]:
+    above, below = kernel // 2, (kernel - 1) // 2
+    before = [(n * step, (n + 1) * step, (tap - n) * step) for n in range(above)]
+    after = [(size - (n + 1) * step, size - n * step, (tap + n + 1 - kernel) * step) for n in reversed(range(below))]
+    runs = *before, (above * step, size - below * step, (tap - above) * step), *after
+    return [(slice(first, end), slice(first + shift, end + shift)) for first, end, shift in runs]
+
+
+def taps(grid: Sequence[int], size: Sequence[int], options: Options) -> Iterator[tuple[int, tuple, tuple]]:
     """Yield each tap that has keys inside the map, the index of its queries and that of their keys."""
     kernel, stride, padding, dilation, *_ = options
     for t in range(kernel[0] * kernel[1]):
         tap = t // kernel[1], t % kernel[1]
+        if options.border == "inside":
+            yield t, (...,), Inside(*(_inside(size[n], kernel[n], dilation[n], tap[n]) for n in range(2)))
+            continue
         rows, columns = (_axis(grid[n], size[n], stride[n], tap[n] * dilation[n] - padding[n]) for n in range(2))
         if rows[0].stop and columns[0].stop:
             yield t, (..., rows[0], columns[0], slice(None)), (..., rows[1], columns[1], slice(None))
 
 
+def at(tensor: Tensor, keys: tuple) -> Tensor:
+    """Return the tap's key of each of its queries."""
+    if not isinstance(keys, Inside):
+        return tensor[keys]
+    lines = torch.cat([tensor[..., of, :, :] for _, of in keys.rows], -3)
+    return torch.cat([lines[..., of, :] for _, of in keys.columns], -2)
+
+
+def add(tensor: Tensor, keys: tuple, parts: Tensor) -> None:
+    """Add what the tap's queries have for their keys."""
+    if not isinstance(keys, Inside):
+        tensor[keys] += parts
+        return
+    lines = parts.new_zeros(*parts.shape[:3], *tensor.shape[3:])
+    for queries, of in keys.columns:
+        lines[..., of, :] += parts[..., queries, :]
+    for queries, of in keys.rows:
+        tensor[..., of, :, :] += lines[..., queries, :, :]
+
+
 def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Return the logits (B, M, Hq, Wq, taps), -inf outside the map unless the border counts as zeros."""
     query, key, value, position_logits = terms
-    taps = options.kernel_size[0] * options.kernel_size[1]
+    number = options.kernel_size[0] * options.kernel_size[1]
     start = 0.0 if options.border == "zero" else float("-inf")
-    logits = value.new_full((*shape, taps), start, dtype=dtype)
+    logits = value.new_full((*shape, number), start, dtype=dtype)
     if options.border == "zero" and position_logits is not None:
         logits += position_logits
-    for t, queries, keys in _taps(shape[2:], value.shape[2:4], options):
+    for t, queries, keys in taps(shape[2:], value.shape[2:4], options):
         part = logits[queries][..., t]
-        if options.border == "exclude":
+        if options.border != "zero":
             part.zero_()
             if position_logits is not None:
                 part += position_logits[queries][..., t]
         if query is not None and key is not None:
-            part += (query[queries].to(dtype) * key[keys].to(dtype)).sum(-1) * options.scale
+            part += (query[queries].to(dtype) * at(key, keys).to(dtype)).sum(-1) * options.scale
     return logits
 
 
@@ -62,8 +102,8 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     weights = _logits(terms, options, lse.shape, lse.dtype)
     lse.copy_(softmax_(weights))
     total = torch.zeros_like(output, dtype=lse.dtype)
-    for t, queries, keys in _taps(lse.shape[2:], value.shape[2:4], options):
-        total[queries] += weights[queries][..., t, None] * value[keys]
+    for t, queries, keys in taps(lse.shape[2:], value.shape[2:4], options):
+        total[queries] += weights[queries][..., t, None] * at(value, keys)
     output.copy_(total)
 
 
@@ -77,20 +117,20 @@ def backward(
     softmax_(weights)
     slopes = torch.zeros_like(weights)
     gradient = grad_output.to(dtype)
-    for t, queries, keys in _taps(grid, size, options):
-        slopes[queries][..., t] = (gradient[queries] * value[keys]).sum(-1)
+    for t, queries, keys in taps(grid, size, options):
+        slopes[queries][..., t] = (gradient[queries] * at(value, keys)).sum(-1)
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
     sums = {name: None if grad is None else torch.zeros_like(grad, dtype=dtype) for name, grad in grads.items()}
     sums["position_logits"] = slopes
     grad_query, grad_key, grad_value, _ = sums.values()
-    for t, queries, keys in _taps(grid, size, options):
+    for t, queries, keys in taps(grid, size, options):
         if grad_value is not None:
-            grad_value[keys] += weights[queries][..., t, None] * gradient[queries]
+            add(grad_value, keys, weights[queries][..., t, None] * gradient[queries])
         slope = slopes[queries][..., t, None] * options.scale
         if grad_query is not None and key is not None:
-            grad_query[queries] += slope * key[keys]
+            grad_query[queries] += slope * at(key, keys)
         if grad_key is not None and query is not None:
-            grad_key[keys] += slope * query[queries]
+            add(grad_key, keys, slope * query[queries])
     return sums
 
 

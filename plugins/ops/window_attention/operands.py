@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -24,7 +25,10 @@ class Terms(NamedTuple):
 
 
 class Options(NamedTuple):
-    """Geometry, rows before columns, border and scale: a tap's key is at query * stride - padding + tap * dilation."""
+    """Geometry, rows before columns, border and scale: a tap's key is at query * stride - padding + tap * dilation.
+
+    Of windows inside the map, it is at :func:`first_keys` + tap * dilation.
+    """
 
     kernel_size: Sequence[int]
     stride: Sequence[int]
@@ -36,3 +40,14 @@ class Options(NamedTuple):
     def numbers(self) -> list[int]:
         """Return the geometry in the kernels' order."""
         return [*self.kernel_size, *self.stride, *self.padding, *self.dilation]
+
+
+def first_keys(size: int, kernel_size: int, dilation: int, device: torch.device | None = None) -> Tensor:
+    """Return the key of each query's first tap along an axis, (size,), of windows that stay inside the map.
+
+    A window is centred among the keys at multiples of the dilation from its query, and moves until it has all its taps.
+    """
+    query = torch.arange(size, device=device)
+    phase = query % dilation
+    last = (size - phase + dilation - 1) // dilation - kernel_size
+    return phase + dilation * torch.minimum((query // dilation - kernel_size // 2).clamp(min=0), last)

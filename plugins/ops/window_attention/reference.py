@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ..common.arguments import at_least_float32
 from ..common.softmax import masked_softmax
-from .operands import Terms
+from .operands import Terms, first_keys
 
 
 class Windows:
-    """Position of each query's taps among the keys: query * stride - padding + tap * dilation, along both axes."""
+    """Position of each query's taps among the keys: query * stride - padding + tap * dilation, along both axes.
+
+    With the border ``'inside'``, stride and padding have no meaning, and no position is outside the map.
+    """
 
     def __init__(
         self,
@@ -25,9 +28,13 @@ class Windows:
         padding: Sequence[int],
         dilation: Sequence[int],
         device: torch.device,
+        border: str = "exclude",
     ) -> None:
         def positions(axis: int) -> Tensor:
-            first = torch.arange(queries[axis], device=device) * stride[axis] - padding[axis]
+            if border == "inside":
+                first = first_keys(keys[axis], kernel_size[axis], dilation[axis], device)
+            else:
+                first = torch.arange(queries[axis], device=device) * stride[axis] - padding[axis]
             return first.unsqueeze(1) + torch.arange(kernel_size[axis], device=device) * dilation[axis]
 
         rows, columns = positions(0), positions(1)  # (Hq, Ky), (Wq, Kx)
@@ -81,7 +88,7 @@ def window_attention(
 ) -> Tensor:
     """See :func:`attn_plugins.ops.window_attention`; this one takes maps, and gathers every query's keys."""
     grid = Terms(query, key, value, position_logits).grid()
-    windows = Windows(grid, value.shape[2:4], kernel_size, stride, padding, dilation, value.device)
+    windows = Windows(grid, value.shape[2:4], kernel_size, stride, padding, dilation, value.device, border)
     weights = window_attention_probabilities(query, key, position_logits, windows, border, scale)
     (values,) = at_least_float32(value)
     weights = weights.expand(*value.shape[:2], -1, -1, -1)

@@ -75,7 +75,7 @@ class _Call:
         self.block, self.images = min(_SIZE // max(wide, wide_v), 64), B * M
         self.constants = dict(
             D=D, DV=DV, WIDE_D=wide, WIDE_DV=wide_v, UNIT=self.unit, EXCLUDE=options.border == "exclude",
-            BLOCK=self.block, num_warps=_WARPS,
+            INSIDE=options.border == "inside", BLOCK=self.block, num_warps=_WARPS,
         )  # fmt: skip
 
     def launch(self, kernel: Any, size: int, **tensors: Tensor | None) -> None:

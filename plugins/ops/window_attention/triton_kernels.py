@@ -54,6 +54,35 @@ def _logits(query, key, position_logits, at, there, inside, scale, BLOCK: tl.con
     return logits
 
 
+@triton.jit
+def _first_key(query, keys, taps, stride, pad, step, INSIDE: tl.constexpr):
+    """Return the key of the first tap of queries along an axis."""
+    if INSIDE:
+        phase = query % step
+        last = (keys - phase + step - 1) // step - taps
+        key = phase + step * tl.minimum(tl.maximum(query // step - taps // 2, 0), last)
+    else:
+        key = query * stride - pad
+    return key
+
+
+@triton.jit
+def _query(key, n, queries, keys, taps, stride, pad, step, INSIDE: tl.constexpr):
+    """Return the ``n``-th query that may have a key along an axis, its tap that is the key, and whether it has it."""
+    if INSIDE:
+        query = key + (n - taps + 1) * step
+        there = (query >= 0) & (query < queries)
+        distance = key - _first_key(tl.where(there, query, 0), keys, taps, stride, pad, step, INSIDE)
+        tap = distance // step
+        there = there & (distance >= 0) & (tap < taps)
+    else:
+        first = key + pad - n * step
+        query = first // stride
+        tap = n
+        there = (first >= 0) & (query * stride == first) & (query < queries)
+    return query, tap, there
+
+
 @triton.jit(do_not_specialize=_SIZES)
 def attend(
     value, query, key, position_logits, output, lse, scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x,
@@ -61,7 +90,7 @@ def attend(
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     output_b, output_m, output_h, output_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
-    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+    EXCLUDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the output and the log-sum-exp of a block of queries, by a softmax that goes on from tap to tap."""
     b, m, first = _place(M, Hq * Wq, BLOCK)
@@ -78,13 +107,15 @@ def attend(
         q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
     if position_logits is not None:
         position_logits += b * position_logits_b + m * position_logits_m
+    top = _first_key(row, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
+    left = _first_key(column, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     mixed = tl.zeros((BLOCK, WIDE_DV), tl.float32)
     for y in range(0, taps_y):
         for x in range(0, taps_x):
-            h = row * stride_y - pad_y + y * step_y
-            w = column * stride_x - pad_x + x * step_x
+            h = top + y * step_y
+            w = left + x * step_x
             inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
             k = None
             if query is not None:
@@ -114,7 +145,7 @@ def gradients_of_queries(
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_query_b, grad_query_m, grad_query_h, grad_query_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
-    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+    EXCLUDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of queries and of their position logits, and the mean of the weights' gradients.
 
@@ -141,13 +172,15 @@ def gradients_of_queries(
         grad_position_logits += (b * M + m) * Hq * Wq * taps_y * taps_x
     slope = _load(grad_output, row, column, grad_output_h, grad_output_w, there, DV, WIDE_DV, UNIT)
     sums = tl.load(lse + n, mask=there, other=float("inf"))
+    top = _first_key(row, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
+    left = _first_key(column, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
     average = tl.zeros((BLOCK,), tl.float32)
     total = tl.zeros((BLOCK, WIDE_D), tl.float32)
     for turn in tl.static_range(2):
         for y in range(0, taps_y):
             for x in range(0, taps_x):
-                h = row * stride_y - pad_y + y * step_y
-                w = column * stride_x - pad_x + x * step_x
+                h = top + y * step_y
+                w = left + x * step_x
                 inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
                 k = None
                 if query is not None:
@@ -180,7 +213,7 @@ def gradients_of_keys(
     grad_output_b, grad_output_m, grad_output_h, grad_output_w, grad_key_b, grad_key_m, grad_key_h, grad_key_w,
     grad_value_b, grad_value_m, grad_value_h, grad_value_w,
     D: tl.constexpr, DV: tl.constexpr, WIDE_D: tl.constexpr, WIDE_DV: tl.constexpr, UNIT: tl.constexpr,
-    EXCLUDE: tl.constexpr, BLOCK: tl.constexpr,
+    EXCLUDE: tl.constexpr, INSIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of a block of keys and values, which each tap gets from one query or none."""
     b, m, first = _place(M, Hk * Wk, BLOCK)
@@ -202,14 +235,14 @@ def gradients_of_keys(
     v = _load(value, row, column, value_h, value_w, there, DV, WIDE_DV, UNIT)
     of_key = tl.zeros((BLOCK, WIDE_D), tl.float32)
     of_value = tl.zeros((BLOCK, WIDE_DV), tl.float32)
-    for y in range(0, taps_y):
-        for x in range(0, taps_x):
-            top = row + pad_y - y * step_y
-            left = column + pad_x - x * step_x
-            h = top // stride_y
-            w = left // stride_x
-            inside = there & (top >= 0) & (h * stride_y == top) & (h < Hq)
-            inside = inside & (left >= 0) & (w * stride_x == left) & (w < Wq)
+    # A moved window also has keys that are farther away.
+    rows = 2 * taps_y - 1 if INSIDE else taps_y
+    columns = 2 * taps_x - 1 if INSIDE else taps_x
+    for i in range(0, rows):
+        h, y, in_rows = _query(row, i, Hq, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
+        for j in range(0, columns):
+            w, x, in_columns = _query(column, j, Wq, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
+            inside = there & in_rows & in_columns
             q = None
             if query is not None:
                 q = _load(query, h, w, query_h, query_w, inside, D, WIDE_D, UNIT)

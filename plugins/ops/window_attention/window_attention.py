@@ -18,7 +18,7 @@ from ..common.operator import Operator
 from . import cpu, cuda, eager, reference, triton
 from .operands import Options, Terms
 
-Border = Literal["exclude", "zero"]
+Border = Literal["exclude", "zero", "inside"]
 
 
 def window_attention(
@@ -56,9 +56,16 @@ def window_attention(
         scale: Factor of the content term.
         stride: Distance between neighbouring queries, in keys.
         padding: How many keys before the map the first tap of the first query lies. None centres the windows, which
-            needs an odd ``kernel_size``; ``dilation * (kernel_size - 1)`` makes a sequence causal.
+            needs an odd ``kernel_size`` unless they stay inside the map; ``dilation * (kernel_size - 1)`` makes a
+            sequence causal.
         border: ``'exclude'`` gives keys outside the map no weight. ``'zero'`` counts them as zero keys with zero
             values: they take part in the softmax with their position logit, as in fairseq's dynamic convolution.
+            ``'inside'`` moves windows inward, by multiples of the dilation, until all their taps are on the map, as in
+            neighbourhood attention (Hassani et al. 2023; Hassani and Shi 2022): with n keys at multiples of the
+            dilation from a query, the query itself at place i of them, its window starts at place
+            min(max(i - kernel_size // 2, 0), n - kernel_size). Tap t is then the t-th key of the window, whatever its
+            distance; :func:`attn_plugins.terms.neighborhood.neighborhood_logits` looks up biases by distance.
+            ``stride`` must be 1, ``padding`` None, and ``kernel_size * dilation`` at most the map's size.
 
     Returns:
         (B, M, *spatial_q, dv); 0 if every key of a window is outside the map or has the logit -inf.
@@ -83,6 +90,8 @@ def window_attention(
         )
     options = _options(axes, kernel_size, stride, padding, dilation, border, finite("scale", scale))
     _check(terms, options)
+    if border == "inside":
+        _check_inside(terms, options, axes, padding)
     if axes == 2:
         return ATTEND(terms, options)
     return ATTEND(Terms(*(t if t is None else t.unsqueeze(2) for t in terms)), options).squeeze(2)  # type: ignore[arg-type]
@@ -96,7 +105,7 @@ def _options(
     kernel = expand("kernel_size", kernel_size, axes, 1)
     dilations = expand("dilation", dilation, axes, 1)
     if padding is None:
-        if 0 in [size % 2 for size in kernel]:
+        if border != "inside" and 0 in [size % 2 for size in kernel]:
             raise ValueError(
                 f"kernel_size must be odd if padding is None, which centres the window, got {kernel_size!r}"
             )
@@ -122,6 +131,27 @@ def _check(terms: Terms, options: Options) -> None:
             raise ValueError(
                 f"position_logits must have shape {shape}, batch and heads of value{of_query} and {taps} taps of "
                 f"kernel_size, or size 1 in either of the first two axes, got {tuple(position_logits.shape)}"
+            )
+
+
+def _check_inside(terms: Terms, options: Options, axes: int, padding: Any) -> None:
+    if padding is not None or max(options.stride) > 1:
+        raise ValueError(
+            f"stride must be 1 and padding None if border is 'inside', got {options.stride[2 - axes :]} and {padding}"
+        )
+    query, _, value, position_logits = terms
+    leader: Any = position_logits if query is None else query
+    size, grid = value.shape[2:-1], leader.shape[2:-1]
+    if grid != size:
+        raise ValueError(
+            f"{'position_logits' if query is None else 'query'} must have the positions of value, {tuple(size)}, if "
+            f"border is 'inside', got {tuple(grid)}"
+        )
+    for keys, taps, step in zip(size, options.kernel_size[2 - axes :], options.dilation[2 - axes :]):
+        if taps * step > keys:
+            raise ValueError(
+                f"value must have at least kernel_size * dilation = {taps * step} keys along each axis if border is "
+                f"'inside', got {tuple(size)}"
             )
 
 

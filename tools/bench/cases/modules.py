@@ -90,6 +90,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "MultiheadAttention": (lambda: modules.MultiheadAttention(C, 8), tokens),
     "MultiheadSpatialAttention": (lambda: modules.MultiheadSpatialAttention(C, 8), tokens),
     "MultimodalDecoderBlock": (lambda: modules.MultimodalDecoderBlock(C, 8), lambda: (*words(), *both())),
+    "NeighborhoodAttention1d": (lambda: modules.NeighborhoodAttention1d(C, 8), lambda: (torch.randn(B, C, 512),)),
+    "NeighborhoodAttention2d": (lambda: modules.NeighborhoodAttention2d(256, 8), lambda: map2d(256, 56, 56, 8)),
     "NonLocal1d": (lambda: modules.NonLocal1d(C), lambda: (torch.randn(B, C, 512),)),
     "NonLocal2d": (lambda: modules.NonLocal2d(512), lambda: map2d(512, 64, 64, 1)),
     "NonLocal3d": (lambda: modules.NonLocal3d(256), lambda: (torch.randn(1, 256, 8, 28, 28),)),

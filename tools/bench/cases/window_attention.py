@@ -48,6 +48,10 @@ def unfolded(k: int, M: int, border: str) -> Maps:
         B, C, H, W = value.shape
 
         def windows(x: Tensor) -> Tensor:
+            if border == "inside":
+                y, z = ((torch.arange(n, device=x.device) - k // 2).clamp(0, n - k) for n in (H, W))
+                moved = F.unfold(x, k).unflatten(2, (H - k + 1, W - k + 1))[..., y.unsqueeze(1), z]
+                return moved.reshape(B, M, C // M, k * k, H * W)
             return F.unfold(x, k, padding=k // 2).view(B, M, C // M, k * k, H * W)
 
         total: Tensor | float = 0.0
@@ -85,6 +89,9 @@ def flex_window(k: int, M: int) -> Maps:
 def natten(k: int, M: int) -> Maps:
     from natten import na2d
 
+    if na2d.__module__.startswith("attn_plugins."):
+        raise ImportError("natten is not installed: attn_plugins stands in for it")
+
     def run(query: Tensor, key: Tensor, value: Tensor, logits: None) -> Tensor:
         q, n, v = (heads(t, M).permute(0, 2, 3, 1, 4).contiguous() for t in (query, key, value))
         return maps(na2d(q, n, v, kernel_size=k, scale=1.0).permute(0, 3, 1, 2, 4))
@@ -114,11 +121,13 @@ def cases(device: str) -> list[Case]:
     B = 1 if device == "cpu" else 16
     cpu, rows = device == "cpu", []
 
-    def case(title: str, k: int, M: int, content: bool, position: bool, goal: float, main: bool) -> list[Case]:
-        shape, border = (B, C, S, S), "exclude" if content else "zero"
+    def case(
+        title: str, k: int, M: int, content: bool, position: bool, goal: float, main: bool, border: str = ""
+    ) -> list[Case]:
+        shape, border = (B, C, S, S), border or ("exclude" if content else "zero")
         logits = (B, M, S, S, k * k) if position else None
         peers: dict[str, Peer] = {"unfold": Peer(lambda: unfolded(k, M, border))}
-        if content and not cpu:
+        if content and not cpu and border == "exclude":
             peers |= flex_peer(lambda: flex_window(k, M)) if position else {
                 "FlexAttention": Peer(lambda: flex_window(k, M)), "NATTEN": Peer(lambda: natten(k, M)),
             }  # fmt: skip
@@ -138,6 +147,7 @@ def cases(device: str) -> list[Case]:
         goal = goal if cpu else CUDA_GOALS["local"]
         rows += case("content", k, 8, True, False, goal, k == 7)
         rows += case("content and position", k, 8, True, True, goal, k == 7)
+    rows += case("neighbourhood, content and position", 7, 8, True, True, LOCAL[7], False, "inside")
     T, batch, width, K, M = 512, 4, 512, 31, 16
     goal = DYNAMIC_1D if cpu else CUDA_GOALS["dynamic"]
     rows += problem(
