@@ -22,6 +22,8 @@ from .maps.generalized_attention import GeneralizedAttention2d
 from .maps.local_bilateral import LocalBilateralConv2d
 from .maps.non_local import NonLocal2d
 from .maps.non_local_1d_3d import NonLocal1d, NonLocal3d
+from .maps.vit_adapter import ViTAdapter
+from .maps.vit_pyramid import ViTPyramid
 from .sequences.alignment_attention import AlignmentAttention
 from .sequences.attended_lstm import AttendedLSTM
 from .sequences.bilateral_1d import BilateralSelfAttention
@@ -65,6 +67,8 @@ __all__ = [
     "ShowAttendTell",
     "SpaceTimeSelfAttention",
     "SpatialSelfAttention",
+    "ViTAdapter",
+    "ViTPyramid",
     "WindowSelfAttention",
     "attention_layers",
     "capture_attention",
