@@ -56,8 +56,10 @@ class ViTAdapter(modules.ViTAdapter, _FromTimm):
 
     Args:
         vit: Name of a timm model, with the tag of its weights, such as ``vit_small_patch14_dinov2.lvd142m``.
-        pretrained: True for the weights that timm downloads; or the path of a file with weights that timm can read.
-        vit_kwargs: Other arguments of ``timm.create_model``: ``drop_path_rate``, ``attn_layer``, ``img_size``, ...
+        pretrained: True for the weights that timm downloads; or the path of a file with weights that timm can read,
+            among them the original ones of many models, and whose keys must be complete.
+        vit_kwargs: Other arguments of ``timm.create_model``: ``drop_path_rate``, ``attn_layer``, ``img_size``, and
+            ``num_classes``, if the head in the file, which is left out, is not that of timm's weights (0: no head).
         freeze_vit: True to freeze the transformer; a number to train that many of its last blocks and nothing else.
         norm_cfg: Config of the normalisations; None for ``dict(type="SyncBN")``.
         init_cfg: Initialisation of the whole backbone; None for timm's weights and the adapter's own.
@@ -127,11 +129,13 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
         TypeError: The model is no vision transformer like ``VisionTransformer`` and ``Eva``.
     """
     timm = import_timm("a ViT backbone is")
-    given: dict[str, Any] = {"num_classes": 0, **(options or {}), "dynamic_img_size": True}
+    given: dict[str, Any] = {**(options or {}), "dynamic_img_size": True}
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained must be True, False or the path of a file, got {pretrained!r}")
-        given["pretrained_cfg_overlay"] = dict(file=pretrained)
+        # Where the number of classes is that of the weights, timm loads strictly, including the head.
+        classes = {"num_classes": given["num_classes"]} if "num_classes" in given else {}
+        given["pretrained_cfg_overlay"] = dict(file=pretrained, **classes)
     try:
         model = timm.create_model(name, pretrained=bool(pretrained), **given)
     except Exception as error:
