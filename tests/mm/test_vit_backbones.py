@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import timm
 import torch
 from mmdet.registry import MODELS as MMDET_MODELS
+from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import attn_plugins.mmcv
+from tests.mm.mm_helpers import ROOT, without_downloads
 
 SMALL: dict[str, Any] = dict(embed_dim=24, depth=3, num_heads=2, img_size=64)
 PAPERS = dict(SMALL, class_token=False, global_pool="avg", init_values=1.0)  # the paper's transformer
@@ -206,6 +209,26 @@ def test_our_own_checkpoints_load():
     nn.init.normal_(model.level_embed)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.level_embed, model.level_embed)
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_configs_of_the_page(number, tmp_path):
+    blocks = re.findall(r"```python\n(_base_.*?)```", (ROOT / "docs/howto/vit-backbones.md").read_text(), re.S)
+    assert len(blocks) == 3
+    (tmp_path / "config.py").write_text(blocks[number])
+    config = Config.fromfile(tmp_path / "config.py")
+    toolkit = re.match(r'_base_ = "(\w+)::', blocks[number])[1]
+    init_default_scope(toolkit)
+    with torch.device("meta"):
+        model = MODELS.build(without_downloads(config).model)
+    assert isinstance(model.backbone, attn_plugins.mmcv.ViTAdapter)
+    assert trained(model.backbone.vit) == (
+        set() if number == 0 else {n for n, _ in model.backbone.vit.named_parameters()}
+    )
+    assert model.backbone.vit.num_prefix_tokens == (1, 0, 5)[number]
+    if number == 2:
+        groups = {group["lr"] for group in build_optim_wrapper(model, config.optim_wrapper).param_groups}
+        assert {1e-4, 1e-4 * 0.8, 1e-4 * 0.8**13} <= groups
 
 
 def test_rates_fall_from_block_to_block():
