@@ -5,7 +5,7 @@ Shapes: B batch, C width of the transformer, P class tokens and registers, (H, W
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +37,7 @@ class ViTBackbone(nn.Module):
         missing = ", ".join(name for name in _PARTS if not hasattr(vit, name))
         if missing:
             raise TypeError(f"vit must be like timm's VisionTransformer, got {type(vit).__name__} without {missing}")
-        self.vit: Any = vit
+        self.vit = cast(Any, vit)
         if not self.vit.dynamic_img_size:
             raise ValueError("vit must accept pictures of any size: create it with dynamic_img_size=True")
         if not isinstance(getattr(self.vit, "patch_drop", None), (nn.Identity, type(None))):
