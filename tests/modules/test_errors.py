@@ -122,6 +122,7 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("SpatialSelfAttention", dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
     ("ViTAdapter", dict(deform_num_heads=3), "deform_num_heads must divide the width of vit, 8, got 3"),
     ("ViTAdapter", dict(cffn_ratio=0.1), "cffn_ratio must be 0 or give a width of at least 1, got 0.1 of 8"),
+    ("ViTAdapter", dict(vit_features="each"), "vit_features='each' needs 4 interactions, got 1"),
     ("ViTAdapter", dict(drop_path_rate=1.0), "drop_path_rate must be at least 0 and below 1, got 1.0"),
     ("ViTAdapter", dict(out_indices=(0, 4)), r"out_indices must be from 0 to 3, got \(0, 4\)"),
     (

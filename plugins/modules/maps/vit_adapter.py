@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.checks import positive
+from ..common.checks import one_of, positive
 from ..tokens.deformable_attention import MultiScaleDeformableAttention
 from .vit_backbone import Size, ViTBackbone, resample, to_map, to_tokens
 
@@ -145,7 +145,9 @@ class ViTAdapter(ViTBackbone):
         drop_path_rate: Stochastic depth of the extractors; the transformer has its own.
         use_injector: Whether the transformer reads from the adapter. Without, a frozen one has no backward pass.
         use_extra_extractor: Whether two more extractors follow the last one.
-        add_vit_feature: Whether to add the resampled patches to the maps.
+        add_vit_feature: Whether to add patches, resampled, to the maps.
+        vit_features: ``'last'`` adds those after the last block to all maps, as in the paper's code for detection;
+            ``'each'`` those after the n-th of four interactions to the n-th map, as in its code for segmentation.
         out_indices: Maps to return, 0 to 3.
         with_cp: Use activation checkpointing in training.
         norm_layer: Creates the normalisations of the spatial prior and of the maps.
@@ -172,6 +174,7 @@ class ViTAdapter(ViTBackbone):
         use_injector: bool = True,
         use_extra_extractor: bool = True,
         add_vit_feature: bool = True,
+        vit_features: Literal["last", "each"] = "last",
         out_indices: Sequence[int] = (0, 1, 2, 3),
         with_cp: bool = False,
         norm_layer: Norm = nn.BatchNorm2d,
@@ -181,6 +184,7 @@ class ViTAdapter(ViTBackbone):
     ) -> None:
         super().__init__(vit, with_cp)
         C = self.embed_dim
+        one_of(Literal["last", "each"], vit_features=vit_features)
         positive(deform_num_heads=deform_num_heads, n_points=n_points, conv_inplane=conv_inplane)
         if C % deform_num_heads:
             raise ValueError(f"deform_num_heads must divide the width of vit, {C}, got {deform_num_heads}")
@@ -191,7 +195,10 @@ class ViTAdapter(ViTBackbone):
         if not out_indices or any(i not in range(4) for i in out_indices):
             raise ValueError(f"out_indices must be from 0 to 3, got {out_indices!r}")
         self.interaction_indexes = _ranges(len(self.vit.blocks), interaction_indexes)
-        self.add_vit_feature, self.out_indices = add_vit_feature, tuple(out_indices)
+        if vit_features == "each" and len(self.interaction_indexes) != 4:
+            raise ValueError(f"vit_features='each' needs 4 interactions, got {len(self.interaction_indexes)}")
+        self.add_vit_feature, self.vit_features = add_vit_feature, vit_features
+        self.out_indices = tuple(out_indices)
 
         def attention(levels: int) -> MultiScaleDeformableAttention:
             options: dict[str, Any] = dict(dropout=0.0, batch_first=True, value_proj_ratio=deform_ratio)
@@ -244,20 +251,22 @@ class ViTAdapter(ViTBackbone):
         on_patches = reference_points(levels, patches, x.device)
         prefix = self.vit.num_prefix_tokens
         layer: Any
+        features = []
         for (first, last), layer in zip(self.interaction_indexes, self.interactions):
             if "injector" in layer:
                 injected = self.checkpointed(layer["injector"], tokens[:, prefix:], c, on_levels, sizes)
                 tokens = torch.cat((tokens[:, :prefix], injected), 1)
             tokens = self.run(tokens, first, last, rotary)
+            features.append(tokens)
             for extractor in (layer["extractor"], *layer["extra_extractors"]):
                 c = self.checkpointed(extractor, c, tokens[:, prefix:], on_patches, grid, sizes)
         maps = [finest, *split_maps(c, sizes)]
         if finest is not None and self.up is not None:
             maps[0] = finest + self.up(maps[1])[..., : finest.shape[2], : finest.shape[3]]
         if self.add_vit_feature:
-            last_map = self.patches(tokens, grid)
             for n in self.out_indices:
-                maps[n] = maps[n] + resample(last_map, self.patch_size, STRIDES[n], maps[n].shape[2:])
+                patch_map = self.patches(features[n if self.vit_features == "each" else -1], grid)
+                maps[n] = maps[n] + resample(patch_map, self.patch_size, STRIDES[n], maps[n].shape[2:])
         return tuple(self.get_submodule(f"norm{n + 1}")(maps[n]) for n in self.out_indices)
 
 

@@ -104,32 +104,40 @@ def expected_maps(model: ViTAdapter, pictures: Tensor) -> list[Tensor]:
     if isinstance(tokens, tuple):
         tokens, rope = tokens
     on_grid, on_levels = centres_of(*grid), torch.cat([centres_of(*level) for level in levels])
+    seen = []
     for block, layer in zip(vit.blocks, model.interactions):
         x = injected(layer["injector"], tokens[:, 1:], c, on_grid, levels)
         tokens = block(torch.cat((tokens[:, :1], x), 1), rope=rope)
+        seen.append(map_of(tokens[:, 1:], *grid[:2]))
         for extractor in (layer["extractor"], *layer["extra_extractors"]):
             c = extracted(extractor, c, tokens[:, 1:], on_levels, grid, levels)
     split = c.split([h * w for h, w, _ in levels], 1)
     maps = [map_of(part, h, w) for part, (h, w, _) in zip(split, levels)]
     maps = [c1 + model.up(maps[0]), *maps]
-    last = map_of(tokens[:, 1:], *grid[:2])
-    maps = [m + F.interpolate(last, m.shape[2:], mode="bilinear", align_corners=False) for m in maps]
+    added = seen if model.vit_features == "each" else seen[-1:] * 4
+    maps = [m + F.interpolate(x, m.shape[2:], mode="bilinear", align_corners=False) for m, x in zip(maps, added)]
     return [norm(m) for norm, m in zip((model.norm1, model.norm2, model.norm3, model.norm4), maps)]
 
 
 @pytest.mark.parametrize(
-    ("patch_size", "size", "rope"), [(16, (64, 96), False), (8, (32, 64), True), (14, (224, 224), False)]
+    ("size", "options"),
+    [
+        ((64, 96), dict()),
+        ((32, 64), dict(patch_size=8, rope=True)),
+        ((224, 224), dict(patch_size=14)),
+        ((64, 96), dict(depth=4, interaction_indexes=None, vit_features="each")),
+    ],
+    ids=str,
 )
 @torch.no_grad()
-def test_it_is_the_papers_formula(patch_size, size, rope):
-    model = randomised(adapter(patch_size, rope=rope)).eval()
+def test_it_is_the_papers_formula(size, options):
+    model = randomised(adapter(**options)).eval()
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.running_mean.normal_(std=0.1)
             norm.running_var.uniform_(0.8, 1.2)
     x = torch.randn(2, 3, *size)
-    assert len(model.interactions[0]["extra_extractors"]) == 0
-    assert len(model.interactions[1]["extra_extractors"]) == 2
+    assert [len(layer["extra_extractors"]) for layer in model.interactions] == [0] * (len(model.interactions) - 1) + [2]
     for output, expected in zip(model(x), expected_maps(model, x), strict=True):
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
 
