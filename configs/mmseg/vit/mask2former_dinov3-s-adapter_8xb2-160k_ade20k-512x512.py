@@ -7,6 +7,7 @@ model = dict(
         type="ViTAdapter",
         vit="vit_small_patch16_dinov3.lvd1689m",
         pretrained=True,
+        vit_features="each",
         vit_kwargs=dict(drop_path_rate=0.1),
         interaction_indexes=[[0, 2], [3, 5], [6, 8], [9, 11]],
     ),
