@@ -19,6 +19,8 @@ One line in any config is enough::
 ``NonLocalAttention1d, …3d``     :class:`attn_plugins.modules.NonLocal1d` and ``NonLocal3d``, for sequences and clips
 ``AttentionHead`` and others     segmentation heads, see :mod:`.heads`; need mmsegmentation
 ``AAResNet``                     backbone: ``backbone=dict(type=..., depth=50)``; needs timm
+``ViTAdapter``                   backbone: any vision transformer of timm, ``backbone=dict(type=..., vit=name)``
+``ViTPyramid``                   the same with the simple feature pyramid of ViTDet, see :mod:`.vit`
 ``Attended``                     any upstream model with its attention layers replaced, see :mod:`.attended`
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
 ``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
@@ -54,6 +56,7 @@ from .layers import (
     NonLocalAttention3d,
 )
 from .registration import register, register_lazily
+from .vit import ViTAdapter, ViTPyramid
 
 __all__ = [
     "AAConv2d",
@@ -71,6 +74,8 @@ __all__ = [
     "NonLocalAttention1d",
     "NonLocalAttention2d",
     "NonLocalAttention3d",
+    "ViTAdapter",
+    "ViTPyramid",
 ]
 
 register(MODELS, Attended)

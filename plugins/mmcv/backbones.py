@@ -67,7 +67,7 @@ class AAResNet(BaseModule):
             raise ValueError(f"frozen_stages must be from -1 to num_stages = {num_stages}, got {frozen_stages!r}")
         if style != "pytorch":
             raise ValueError(f"style must be 'pytorch', the only supported style, got {style!r}")
-        timm = _timm()
+        timm = import_timm("AAResNet is")
         norm_cfg = dict(type="BN", requires_grad=True) if norm_cfg is None else norm_cfg
 
         def norm_layer(channels: int, **_: Any) -> nn.Module:
@@ -114,12 +114,12 @@ class AAResNet(BaseModule):
             getattr(self, name).eval().requires_grad_(False)
 
 
-def _timm() -> Any:
+def import_timm(what: str) -> Any:
     """Import timm with this package's models on demand, because mm users without these models need no timm."""
     try:
         import timm
     except ImportError as error:
-        raise ImportError("AAResNet is a timm model: pip install timm") from error
+        raise ImportError(f"{what} a timm model: pip install timm") from error
     from .. import timm as _registers_our_models  # noqa: F401
 
     return timm

@@ -23,6 +23,8 @@ from .maps.local_bilateral import LocalBilateralConv2d
 from .maps.neighborhood import NeighborhoodAttention1d, NeighborhoodAttention2d
 from .maps.non_local import NonLocal2d
 from .maps.non_local_1d_3d import NonLocal1d, NonLocal3d
+from .maps.vit_adapter import ViTAdapter
+from .maps.vit_pyramid import ViTPyramid
 from .sequences.alignment_attention import AlignmentAttention
 from .sequences.attended_lstm import AttendedLSTM
 from .sequences.bilateral_1d import BilateralSelfAttention
@@ -68,6 +70,8 @@ __all__ = [
     "ShowAttendTell",
     "SpaceTimeSelfAttention",
     "SpatialSelfAttention",
+    "ViTAdapter",
+    "ViTPyramid",
     "WindowSelfAttention",
     "attention_layers",
     "capture_attention",

@@ -21,7 +21,10 @@ from .draw import Draw
 EPSILON = torch.finfo(torch.float32).eps
 EXACT = 1e-11  # of the largest number, in float64
 # Gradients jump where a sample moves across a pixel's border, or a ReLU's input across 0.
-JUMPING = ("CausalDeformableConv1d", "DeformableConv1d", "DeformableConv2d", "MultiScaleDeformableAttention")
+JUMPING = (
+    "CausalDeformableConv1d", "DeformableConv1d", "DeformableConv2d", "MultiScaleDeformableAttention", "ViTAdapter",
+    "ViTPyramid",
+)  # fmt: skip
 Results = dict[str, Tensor]
 
 
@@ -35,7 +38,7 @@ class ModuleCall:
         args, kwargs = inputs(self.name, source.integer(0, 2**31))
         alone = len(args) == 1 and not kwargs  # a map, of any batch
         batch = source.choice((0, 1, 2, 2)) if alone else 2
-        self.kind, self.options = getattr(modules, self.name.split(",")[0]), dict(OPTIONS[self.name])
+        self.kind, self.options = getattr(modules, self.name.split(",")[0]), copy.deepcopy(OPTIONS[self.name])
         self.options.update({n: 0.0 for n in inspect.signature(self.kind).parameters if n.endswith("dropout")})
         drawn = self._options()
         try:  # not every combination is legal, or fits the inputs
@@ -47,6 +50,7 @@ class ModuleCall:
         if batch < 2:
             self.args = (self.args[0][:batch],)
         self.module = self.kind(**self.options, device=source.device, dtype=torch.float64)
+        self.module.to(source.device, torch.float64)  # with parts that it was given
         for parameter in self.module.parameters():
             parameter.data.copy_(source.normal(*parameter.shape, scale=0.3))
         self.training = batch == 2 and source.chance(0.3)

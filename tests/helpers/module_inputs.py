@@ -91,6 +91,8 @@ INPUTS: dict[str, Callable[[], Call]] = {
     "ShowAttendTell": lambda: ((torch.randn(B, 4, 8), torch.randn(B, S, 6), mask(S)), {}),
     "SpaceTimeSelfAttention": lambda: ((torch.randn(B, 1 + 4 * 2 * 6, 16), (4, 2, 6), 1), {}),
     "SpatialSelfAttention": lambda: ((torch.randn(B, 2 + 35, 16),), {"grid": (5, 7), "prefix_tokens": 2}),
+    "ViTAdapter": over(3, 20, 40),
+    "ViTPyramid": over(3, 20, 40),
     "WindowSelfAttention": over(7, 8, 16),
 }
 

@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from attn_plugins import modules
+from tests.helpers.tiny_vit import TinyViT
 
 # Arguments by class.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,6 +45,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NonLocal1d": dict(in_channels=16),
     "NonLocal2d": dict(in_channels=16),
     "NonLocal3d": dict(in_channels=16),
+    "ViTAdapter": dict(vit=TinyViT(depth=1), deform_num_heads=2, conv_inplane=4, n_points=2, use_extra_extractor=False),
+    "ViTPyramid": dict(vit=TinyViT(depth=1), out_channels=6),
     "WindowSelfAttention": dict(embed_dim=16, num_heads=2, window_size=3),
 }
 # Of variants, which have other parameters or take other paths, what differs from their class.
@@ -100,10 +103,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "WindowSelfAttention, V2": dict(shift_size=1, version="v2"),
 }
 OPTIONS |= {name: OPTIONS[name.split(",")[0]] | changes for name, changes in OTHERS.items()}
+
+
+def on_a_vit(name: str, device: Any = None, dtype: Any = None, **changes: Any) -> nn.Module:
+    """Build a backbone of a vision transformer of its own."""
+    vit = TinyViT(depth=1, device=device, dtype=dtype)
+    return getattr(modules, name)(**{**OPTIONS[name], "vit": vit, **changes}, device=device, dtype=dtype)
+
+
 # Constructors that take device and dtype.
 VARIANTS: dict[str, Callable[..., nn.Module]] = {
     **{name: partial(getattr(modules, name.split(",")[0]), **options) for name, options in OPTIONS.items()},
     "GeneralizedAttention2d, as mmcv's": partial(modules.GeneralizedAttention2d.mmcv_compatible, 16, num_heads=2),
+    "ViTAdapter": partial(on_a_vit, "ViTAdapter"),
+    "ViTPyramid": partial(on_a_vit, "ViTPyramid"),
 }
 MODULES = {name: build for name, build in VARIANTS.items() if "," not in name}
 # Classes that start as the identity.

@@ -40,6 +40,8 @@ def without_downloads(config: Any) -> Any:
         init = node.get("init_cfg")
         if isinstance(init, dict) and init.get("type") == "Pretrained":
             node["init_cfg"] = None
+        if node.get("pretrained") is True:  # timm's weights
+            node["pretrained"] = False
     return config
 
 
@@ -58,8 +60,8 @@ def narrow(config: Any) -> Any:
     if "neck" in model and model.backbone.type == "ResNet" and "base_channels" not in model.backbone:
         model.backbone.base_channels = 16
         model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
-        if "roi_head" in model:
-            model.roi_head.bbox_head.fc_out_channels = 64
+    if "neck" in model and "roi_head" in model:
+        model.roi_head.bbox_head.fc_out_channels = 64
     return config
 
 
@@ -99,11 +101,11 @@ def training_step(model: torch.nn.Module, optim_wrapper: dict, batch: dict) -> O
 
 
 def without_gradient(model: torch.nn.Module, kinds: tuple[type, ...]) -> list[str]:
-    """Return the parameters of these kinds of layers whose gradient is missing or not finite."""
+    """Return the parameters of these kinds of layers that should learn and whose gradient is missing or not finite."""
     return [
         name
         for prefix, layer in model.named_modules()
         if isinstance(layer, kinds)
         for name, p in layer.named_parameters(prefix)
-        if p.grad is None or not p.grad.isfinite().all()
+        if p.requires_grad and (p.grad is None or not p.grad.isfinite().all())
     ]

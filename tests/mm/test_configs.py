@@ -11,13 +11,14 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
 from attn_plugins.mmcv.attended import MultiScaleDeformableAttention, TokenAttention
-from attn_plugins.modules import DeformableConv2d, DynamicConv2d
+from attn_plugins.modules import DeformableConv2d, DynamicConv2d, ViTAdapter, ViTPyramid
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, demo_batch, narrow, training_step, without_downloads, without_gradient
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
 SIZE = (96, 128)
-OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, MultiScaleDeformableAttention)
+OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, MultiScaleDeformableAttention,
+        ViTAdapter, ViTPyramid)  # fmt: skip
 
 
 def load(path: Path) -> Config:
@@ -50,6 +51,12 @@ def test_a_config_trains_and_infers(path):
         layer = model.backbone.layer3[5].conv2
         assert rates[id(layer.conv_offset.weight)] == pytest.approx(0.1 * rates[id(layer.weight)])
 
+    if isinstance(model.backbone, (ViTAdapter, ViTPyramid)) and "-frozen" not in path.stem:
+        rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+        vit, (top, *_) = model.backbone.vit, (p for name, p in model.named_parameters() if "backbone" not in name)
+        assert rates[id(vit.blocks[9].mlp.fc1.weight)] == pytest.approx(0.8**3 * rates[id(top)])
+        assert rates[id(vit.pos_embed)] == pytest.approx(0.8**13 * rates[id(top)])
+
     model.eval()
     with torch.no_grad():
         (result,) = model.test_step(picture(config))
@@ -70,6 +77,10 @@ def check_name(name: str, config: Config, backbone: torch.nn.Module) -> None:
     assert deformable == ({f"{b}.conv2" for b in blocks} if "-dcn" in name else set())
     assert attention == ({f"{b}.gen_attention_block" for b in blocks} if "-attn" in name else set())
     dynamic = {n.rpartition(".")[0]: m for n, m in backbone.named_modules() if isinstance(m, DynamicConv2d)}
+    assert isinstance(backbone, ViTAdapter) == ("-adapter" in name)
+    assert isinstance(backbone, ViTPyramid) == ("-pyramid" in name)
+    if "-frozen" in name:
+        assert not any(p.requires_grad for p in backbone.vit.parameters())
     assert dynamic.keys() == (set(blocks) if "-dynamic" in name else set())
     for layer in dynamic.values():
         assert f"-nk{layer.kernel_size[0]}_" in name

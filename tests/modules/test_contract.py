@@ -40,6 +40,8 @@ WITHOUT_EFFECT = ("k_proj.bias", "key_conv.bias", "key_conv.1.bias", "phi.bias",
 
 
 def factor(name: str) -> float:
+    if name == "ViTAdapter":  # several layers of samples, ReLU and a maximum pooling, one after another
+        return 4.0
     return 2.0 if name.startswith(JUMPING) else 1.0
 
 
@@ -280,7 +282,7 @@ def test_no_input_is_a_type_error(name):
 OTHER_ORDER = {
     "CrissCrossAttention2d, relative", "DualWayEncoder", "EntangledAttention", "MultiheadAttention",
     "MultiheadAttention, causal", "MultimodalDecoderBlock", "MultimodalDecoderBlock, parallel",
-    "MultimodalDecoderBlock, stacked-visual", "NonLocal2d, relative",
+    "MultimodalDecoderBlock, stacked-visual", "NonLocal2d, relative", "ViTPyramid",
 }  # fmt: skip
 UNCHANGING = [name for name in VARIANTS if name.split(",")[0] in IDENTITIES]
 

@@ -120,6 +120,17 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("SpatialSelfAttention", dict(kernel_size=4), r"kernel_size must be a positive odd int \(k\), or None, got 4"),
     ("SpatialSelfAttention", dict(kernel_size=3, outside="-inf"), INFINITE),
     ("SpatialSelfAttention", dict(embed_dim=9, num_heads=3), "embed_dim must be even"),
+    ("ViTAdapter", dict(deform_num_heads=3), "deform_num_heads must divide the width of vit, 8, got 3"),
+    ("ViTAdapter", dict(cffn_ratio=0.1), "cffn_ratio must be 0 or give a width of at least 1, got 0.1 of 8"),
+    ("ViTAdapter", dict(vit_features="each"), "vit_features='each' needs 4 interactions, got 1"),
+    ("ViTAdapter", dict(drop_path_rate=1.0), "drop_path_rate must be at least 0 and below 1, got 1.0"),
+    ("ViTAdapter", dict(out_indices=(0, 4)), r"out_indices must be from 0 to 3, got \(0, 4\)"),
+    (
+        "ViTAdapter",
+        dict(interaction_indexes=[[0, 1]]),
+        r"consecutive blocks, all 1 of vit, such as .*, got \[\[0, 1\]\]",
+    ),
+    ("ViTAdapter", dict(interaction_indexes=[[0, 0], [0, 0]]), "interaction_indexes must be the first and last"),
     ("WindowSelfAttention", dict(shift_size=3), r"shift_size must be less than window_size \(3, 3\)"),
     ("WindowSelfAttention", dict(pretrained_window_size=7), "pretrained_window_size must be None"),
     ("WindowSelfAttention", dict(window="centred", window_size=(7, 8)), r"must be odd for .*, got \(7, 8\)"),
@@ -137,7 +148,7 @@ def test_arguments_that_do_not_fit_are_named():
 
 
 # The input's axis of channels, where it is not the last one.
-SECOND = ("1d", "2d", "3d")
+SECOND = ("1d", "2d", "3d", "ViTAdapter", "ViTPyramid")
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if not name.startswith("GatedBilateralController")])

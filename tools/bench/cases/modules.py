@@ -57,6 +57,13 @@ def deformable() -> tuple[Tensor, ...]:
     return torch.randn(keys, 1, 256), torch.randn(keys, 1, 256), torch.rand(1, keys, 4, 2)
 
 
+def on_a_vit(build: Callable[..., nn.Module]) -> nn.Module:
+    """Build a backbone of timm's ViT-S."""
+    import timm
+
+    return build(timm.create_model("vit_small_patch16_224", dynamic_img_size=True, num_classes=0))
+
+
 # Modules and their inputs, by name.
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "AAConv2d": (lambda: modules.AAConv2d(256, 256, 3, 160, 24, 8, input_size=14), lambda: map2d(256, 14, 14, 32)),
@@ -103,6 +110,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "SpatialSelfAttention": (
         lambda: on_grid(modules.SpatialSelfAttention(384, 6)), lambda: (torch.randn(32, 196, 384),),
     ),
+    "ViTAdapter": (lambda: on_a_vit(modules.ViTAdapter), lambda: map2d(3, 512, 512)),
+    "ViTPyramid": (lambda: on_a_vit(modules.ViTPyramid), lambda: map2d(3, 512, 512)),
     "WindowSelfAttention": (
         lambda: modules.WindowSelfAttention(96, 3, 7, 3), lambda: (torch.randn(16, 56, 56, 96),),
     ),

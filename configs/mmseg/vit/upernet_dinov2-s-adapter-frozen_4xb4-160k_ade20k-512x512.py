@@ -1,0 +1,15 @@
+# A frozen DINOv2-S: the adapter and the heads learn.
+_base_ = "mmseg::upernet/upernet_r50_4xb4-160k_ade20k-512x512.py"
+custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
+model = dict(
+    pretrained=None,
+    backbone=dict(
+        _delete_=True, type="ViTAdapter", vit="vit_small_patch14_dinov2.lvd142m", pretrained=True, freeze_vit=True
+    ),
+    decode_head=dict(in_channels=[384] * 4),
+    auxiliary_head=dict(in_channels=384),
+)
+optim_wrapper = dict(
+    optimizer=dict(_delete_=True, type="AdamW", lr=1e-4, weight_decay=0.05),
+    paramwise_cfg=dict(norm_decay_mult=0.0, bias_decay_mult=0.0),
+)
