@@ -339,9 +339,9 @@ _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _known_kernels(device_type: str, index: int) -> bool:
     failures = library.failures()
-    if device_type == "cuda":
-        return failures["cuda"] is None or triton_launch.runs_on(index)
-    return device_type == "cpu" and failures["cpu"] is None
+    if device_type == "cpu":
+        return failures["cpu"] is None
+    return (device_type == "cuda" and failures["cuda"] is None) or triton_launch.runs_on(device_type, index)
 
 
 def _calling(method: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

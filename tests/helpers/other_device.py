@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
 from attn_plugins.ops.common.operator import NAMESPACE, OPERATORS
 
 DEVICE = "otherdevice"
 CALLS: collections.Counter[str] = collections.Counter()
 _FACTORIES = ("arange", "arange.start", "arange.start_step", "empty.memory_format", "empty_strided", "eye", "full",
-              "linspace", "ones", "rand", "randint", "randint.low", "randn", "randperm", "scalar_tensor", "zeros")  # fmt: skip
+              "linspace", "ones", "rand", "randint", "randint.low", "randn", "scalar_tensor", "zeros")  # fmt: skip
 _MOVES = ("aten.copy_.default", "aten._to_copy.default")
 _INDICES = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default")
 
@@ -54,7 +54,9 @@ class Elsewhere(Tensor):
         given = {id(t.inner): t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls)}
         if name == "aten._to_copy.default" and torch.device(kwargs.get("device") or DEVICE).type == "cpu":
             return results
-        return pytree.tree_map(lambda t: given[id(t)] if id(t) in given else cls(t) if isinstance(t, Tensor) else t, results)
+        return pytree.tree_map(
+            lambda t: given[id(t)] if id(t) in given else cls(t) if isinstance(t, Tensor) else t, results
+        )
 
 
 def _ours(name: str, args: Any) -> Any:
@@ -132,6 +134,13 @@ def move(module: nn.Module) -> nn.Module:
     return module
 
 
+class _Module(_DummyBackendModule):
+    """What ``torch.autocast`` asks of the module of a device."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
 def has(*operators: str) -> torch.library.Library:
     """Say that the device has kernels of PyTorch's ``operators``, until the result is dropped."""
     library = torch.library.Library("aten", "IMPL")
@@ -141,7 +150,9 @@ def has(*operators: str) -> torch.library.Library:
 
 
 torch.utils.rename_privateuse1_backend(DEVICE)
-_setup_privateuseone_for_python_backend(DEVICE)
+_setup_privateuseone_for_python_backend(DEVICE, backend_module=_Module())
+_AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+_AUTOCAST.fallback(torch.library.fallthrough_kernel)  # as PyTorch has for Intel's GPUs and Apple's
 _LIBRARY = torch.library.Library("aten", "IMPL")
 for _name in _FACTORIES:
     _LIBRARY.impl(_name, _factory(_name), "PrivateUse1")

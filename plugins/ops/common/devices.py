@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU the current one; no effect for tensors of the CPU."""
+    return (torch.xpu if tensor.device.type == "xpu" else torch.cuda).device_of(tensor)
 
 
 def has_float64(device_type: str) -> bool:

@@ -8,7 +8,7 @@ beside the map; where they are to propagate, the definition serves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ def forward(terms: Terms, options: Options) -> Tensor:
     if _refuses_grid_sample(terms, options):
         return reference.deformable_attention(terms, options)
     B, _, M, d = terms.value.shape
-    output = sum((level.samples() * level.weights).sum(3) for level in _levels(terms, options))
+    output: Any = sum((level.samples() * level.weights).sum(3) for level in _levels(terms, options))
     return output.view(B, M * d, -1).transpose(1, 2).to(terms.value.dtype).contiguous()
 
 
