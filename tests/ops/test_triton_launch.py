@@ -77,6 +77,8 @@ def test_reasons(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC")
     assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
+    monkeypatch.setattr(triton_launch, "_builds_itself", lambda: True)
+    assert triton_launch._no_compiler.__wrapped__() is None
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Mapping
@@ -274,8 +275,11 @@ def _missing() -> str | None:
 
 @cache
 def _no_compiler() -> str | None:
-    """Return the reason why the C code that launches Triton's kernels cannot be compiled, or None."""
-    if interpreted():
+    """Return the reason why the C code that launches Triton's kernels cannot be compiled, or None.
+
+    Triton takes a function that compiles it as well. Its build for Windows brings a compiler (TinyCC) and headers.
+    """
+    if interpreted() or _builds_itself():
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
@@ -284,6 +288,14 @@ def _no_compiler() -> str | None:
     if not header.is_file():
         return f"Triton needs Python's C headers at run time, and {header} is not there"
     return None
+
+
+def _builds_itself() -> bool:
+    """Return whether Triton was given a function that compiles C, or is built for Windows."""
+    if os.name == "nt":
+        return True
+    knobs = getattr(sys.modules.get("triton"), "knobs", None)
+    return getattr(getattr(knobs, "build", None), "impl", None) is not None
 
 
 @cache
