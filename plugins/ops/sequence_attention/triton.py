@@ -55,8 +55,10 @@ OTHER_TILES = {
 }
 # On AMD's devices with warps of 32 threads, where none has run: those that spill least. Some gradients still do.
 _SMALLEST = (Tile(16, 16, 4, 1),) * 4
-_SMALL = Tile(32, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 16, 4, 1), Tile(32, 32, 4, 1)
-RDNA_TILES = {"half": {64: _SMALL, 128: _SMALLEST, 256: _SMALLEST}, "tf32": {64: _SMALLEST, 128: _SMALLEST}}
+RDNA_TILES = {
+    "half": {64: (Tile(32, 32, 4, 1), *_SMALLEST[1:3], Tile(32, 32, 4, 1)), 128: _SMALLEST, 256: _SMALLEST},
+    "tf32": {64: _SMALLEST, 128: _SMALLEST},
+}
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
 WINDOW_PROGRAMS = 256  # two for each multiprocessor of an H100: each sums the gradients of shared position logits
 PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
