@@ -4,7 +4,8 @@
 stable ABI only: one wheel serves every CPython >= 3.10 and every torch >= 2.10.
 
 Environment variables:
-    ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc and a GPU are found;
+    ATTN_PLUGINS_BUILD   ``auto`` (default): CPU binary always, CUDA binary where nvcc and a GPU are found; on Windows
+                         the CPU binary where CXX is ``clang-cl`` (with MSVC's linker), which has not been tried;
                          ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
                          ``none``: pure Python, PyTorch implementations of every operator.
     ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
@@ -27,6 +28,7 @@ from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+WINDOWS = sys.platform == "win32"
 FOLDERS = sorted(file.parent.relative_to(ROOT / "plugins").parts for file in (ROOT / "plugins").rglob("__init__.py"))
 PACKAGES = ["".join(f".{name}" for name in names) for names in FOLDERS]
 
@@ -49,7 +51,26 @@ def nvidia_headers() -> list[str]:
     return [str(p) for p in sorted(site.glob("nvidia/cu*/include"))]
 
 
+def flags(sanitized: bool) -> tuple[list[str], list[str]]:
+    """Return the options of the C++ compiler and of the linker."""
+    define = f"TORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    if WINDOWS:
+        cxx = ["/O2", "/std:c++20", "/EHsc", "/DNOMINMAX", "/W3", f"/D{define}"]
+        return [*cxx, "/clang:-fno-math-errno", "/clang:-fno-trapping-math"], []
+    # The link below strips symbols; debug information, which Python's own flags ask for, takes a fifth of the time.
+    optimized = [*SANITIZERS, "-O1"] if sanitized else ["-O3", "-g0"]
+    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", f"-D{define}"]
+    # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
+    link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
+    return cxx, SANITIZERS if sanitized else link
+
+
 def extensions(build: str) -> list:
+    if WINDOWS and build == "auto":
+        if missing := toolchain.missing_compiler():
+            print(f"attn_plugins: building no binary: {missing}", file=sys.stderr)
+            return []
+        build = "cpu"
     if build == "auto" and not toolchain.gpu_visible():
         print(
             "attn_plugins: building the CPU binary only: no GPU is visible here "
@@ -80,16 +101,9 @@ def extensions(build: str) -> list:
             "ATTN_PLUGINS_BUILD=none to install without the binary."
         )
 
-    defines = ["-DTORCH_TARGET_VERSION=" + TORCH_TARGET_VERSION]
-    sanitized = os.environ.get("ATTN_PLUGINS_SANITIZE") == "1"
-    # The link below strips symbols; debug information, which Python's own flags ask for, takes a fifth of the time.
-    optimized = [*SANITIZERS, "-O1"] if sanitized else ["-O3", "-g0"]
-    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *defines]
+    cxx, link = flags(os.environ.get("ATTN_PLUGINS_SANITIZE") == "1")
     headers = sources("*/*.*h")  # .h, .cuh
     common = dict(py_limited_api=True, depends=["setup.py", *headers])
-    # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
-    link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
-    link = SANITIZERS if sanitized else link
     found = [
         CppExtension(
             "attn_plugins._C",
@@ -110,7 +124,13 @@ def extensions(build: str) -> list:
         print(f"attn_plugins: building the CPU binary only: {missing}", file=sys.stderr)
         return found
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    nvcc = ["-O3", "-std=c++20", "--expt-relaxed-constexpr", *defines, "-DUSE_CUDA"]
+    nvcc = [
+        "-O3",
+        "-std=c++20",
+        "--expt-relaxed-constexpr",
+        "-DUSE_CUDA",
+        f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+    ]
     # After the toolkit's own headers: torch's packages may be of another minor version than nvcc.
     nvcc += [part for folder in nvidia_headers() for part in ("-isystem", folder)]
     found.append(
@@ -135,6 +155,8 @@ def build_arguments() -> dict:
     if build == "none" or not compiling:
         return {}
     found = extensions(build)  # first: it says in words what is missing
+    if not found:
+        return {}
     from torch.utils.cpp_extension import BuildExtension
 
     return dict(

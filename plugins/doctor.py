@@ -83,10 +83,10 @@ def _binaries(report: Report) -> None:
     except Exception as error:
         return report.fail("ops", _words(error))
     for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
-        reason = library.failures()[device]
+        reason, file = library.failures()[device], library._binary(name)
         if reason is None:
-            report.line(device, f"{next(PACKAGE.glob(f'{name}.*so')).name} loaded")
-        elif _is_due(device) and any(PACKAGE.glob(f"{name}.*so")):
+            report.line(device, f"{file.name if file else name} loaded")
+        elif _is_due(device) and file:
             report.fail(device, reason)
         else:
             report.line(device, f"no compiled kernels: {reason}")
@@ -94,6 +94,10 @@ def _binaries(report: Report) -> None:
             _operators(report, device)
         elif torch.version.cuda:
             _explained(report, device)
+    present = hasattr(torch, "accelerator") and torch.accelerator.is_available()  # torch >= 2.6
+    other = torch.accelerator.current_accelerator() if present else None
+    if other is not None and other.type != "cuda":
+        _operators(report, other.type)
 
 
 def _is_due(device: str) -> bool:
@@ -111,9 +115,10 @@ def _operators(report: Report, device: str) -> None:
     import torch
 
     from attn_plugins.ops import backend, explain
+    from attn_plugins.ops.common.devices import has_float64
     from attn_plugins.ops.examples import drawing, examples
 
-    exact = examples(drawing(device, torch.float64))
+    exact = examples(drawing(device, torch.float64 if has_float64(device) else torch.float32))
     for name, (operator, args, kwargs) in examples(drawing(device, torch.float32)).items():
         try:
             served = "; ".join(str(explain(operator, *args, **kwargs)).splitlines())

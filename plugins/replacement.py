@@ -370,9 +370,17 @@ _has_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def _known_kernels(device_type: str, index: int) -> bool:
     failures = library.failures()
-    if device_type == "cuda":
-        return failures["cuda"] is None or triton_launch.runs_on(index)
-    return device_type == "cpu" and failures["cpu"] is None
+    if device_type in failures and failures[device_type] is None:
+        return True
+    if triton_launch.runs_on(device_type, index):
+        return True
+    if device_type != "meta":
+        warnings.warn(
+            f"attn_plugins has no kernels for {device_type} here: replaced layers run the stock code on it. "
+            "`python -m attn_plugins doctor` says why.",
+            stacklevel=2,
+        )
+    return False
 
 
 def _calling(method: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:

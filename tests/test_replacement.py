@@ -313,3 +313,16 @@ def test_drop_in_for_all_packages():
     """It imports none, and serves those that are imported later; classes and pickles stay stock's."""
     done = subprocess.run([sys.executable, "-c", DROP_IN], capture_output=True, text=True)
     assert done.stdout.split()[-2:] == ["RESULT", "5"], done.stderr[-4000:]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels serve on the device that is there")
+@pytest.mark.parametrize("device", ["mps", "xpu", "cuda"])
+def test_a_device_without_kernels_is_named_once(device, monkeypatch, recwarn):
+    monkeypatch.setattr(library, "failures", lambda: {"cpu": None, "cuda": "there is none"})
+    replacement._known_kernels.cache_clear()
+    try:
+        assert [replacement._has_kernels(name, 0) for name in (device, device, "cpu")] == [False, False, True]
+    finally:
+        replacement._known_kernels.cache_clear()
+    words = [str(warning.message).partition(" here")[0] for warning in recwarn]
+    assert words == [f"attn_plugins has no kernels for {device}"]

@@ -17,13 +17,16 @@ DEBIAN = "Debian/Ubuntu: apt install g++ python3-dev"
 
 
 def compiler() -> str:
-    """Return the C++ compiler that setuptools and torch call: ``CXX``, else ``c++``."""
-    return os.environ.get("CXX") or "c++"
+    """Return the C++ compiler that setuptools and torch call: ``CXX``, else ``c++`` or, on Windows, ``cl``."""
+    return os.environ.get("CXX") or ("cl" if os.name == "nt" else "c++")
 
 
 def missing_compiler() -> str | None:
     """Return the reason why C++ cannot be compiled here, or None."""
-    name = shlex.split(compiler())[0]
+    windows = os.name == "nt"
+    name = compiler() if windows else shlex.split(compiler())[0]
+    if windows and Path(name).stem.lower() != "clang-cl":
+        return f"the kernels use vectors of GCC and clang, which {name} lacks; install LLVM and set CXX=clang-cl"
     if shutil.which(name) is None:
         return f"the C++ compiler {name!r} is not on the PATH; install one ({DEBIAN}) or set CXX"
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():

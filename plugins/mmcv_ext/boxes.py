@@ -37,7 +37,7 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
 
 
 def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Tensor:
-    """Compute :func:`nms` for a threshold in float64.
+    """Compute :func:`nms` for a threshold that is not rounded to float32.
 
     torchvision sorts stably and mmcv does not, so that boxes of equal scores are sorted here.
     """
@@ -46,7 +46,7 @@ def suppress(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -
     ordered = widened(boxes)[order]
     if offset:
         ordered = ordered + ordered.new_tensor([0, 0, offset, offset])
-    ranks = torch.arange(order.shape[0], 0, -1, dtype=torch.float64, device=boxes.device).to(ordered.dtype)
+    ranks = torch.arange(order.shape[0], 0, -1, dtype=ordered.dtype, device=boxes.device)
     return order[torch.ops.torchvision.nms(ordered, ranks, iou_threshold)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..ops.common.arguments import without_autocast
 from ..ops.common.onnx_export import untraced
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -34,8 +34,7 @@ def operator(function: Function) -> Function:
                 with untraced():
                     return call(*args, **kwargs)
         device_type = next((a.device.type for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), "cpu")
-        casts = device_type in ("cpu", "cuda")
-        with torch.no_grad(), torch.autocast(device_type, enabled=False) if casts else contextlib.nullcontext():
+        with torch.no_grad(), without_autocast(device_type):
             return function(*args, **kwargs)
 
     OPERATORS[function.__name__] = call

@@ -10,6 +10,7 @@ Shapes: M heads, Wh rows and Ww columns of a window, N = Wh * Ww pixels row by r
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,13 +129,14 @@ def _offsets(table: Tensor, size: tuple[int, int], cls_token: bool) -> int:
 
 def _interpolation(length: int, new: int) -> Tensor:
     """Return the matrix from logits at the old offsets to those at the new ones, (2 new - 1, 2 length - 1) float64."""
+    exact: dict[str, Any] = dict(dtype=torch.float64, device="cpu")  # Apple's GPUs, which may be the default, lack it
     if length == 1:
-        return torch.ones(2 * new - 1, 1, dtype=torch.float64)
-    points = torch.tensor(_points(length, new), dtype=torch.float64)
-    offsets = torch.arange(1 - new, new, dtype=torch.float64).clamp(points[0], points[-1])
+        return torch.ones(2 * new - 1, 1, **exact)
+    points = torch.tensor(_points(length, new), **exact)
+    offsets = torch.arange(1 - new, new, **exact).clamp(points[0], points[-1])
     right = torch.bucketize(offsets, points).clamp(min=1)
     share = (offsets - points[right - 1]) / (points[right] - points[right - 1])
-    columns = torch.arange(2 * length - 1)
+    columns = torch.arange(2 * length - 1, device="cpu")
     left = (columns == (right - 1).unsqueeze(1)) * (1 - share).unsqueeze(1)
     return left + (columns == right.unsqueeze(1)) * share.unsqueeze(1)
 

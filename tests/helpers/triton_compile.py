@@ -13,7 +13,7 @@ import torch
 
 from attn_plugins.ops.common import backends, triton_launch
 from attn_plugins.ops.common.operator import Operator
-from attn_plugins.ops.common.triton_launch import Launch
+from attn_plugins.ops.common.triton_launch import Launch, Target
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
           torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip
@@ -30,7 +30,12 @@ class Variant(NamedTuple):
     options: tuple[tuple[str, Any], ...]
 
 
-def launches(operator: Operator, terms: Any, options: Any, passes: str = "both", capability: int = 80) -> list[Launch]:
+NVIDIA, AMD = (Target("cuda", (8, 0)), Target("cuda", (9, 0))), {"gfx90a": 64, "gfx942": 64, "gfx1100": 32}  # lanes
+
+
+def launches(
+    operator: Operator, terms: Any, options: Any, passes: str = "both", target: Target = NVIDIA[0]
+) -> list[Launch]:
     """Record the launches of Triton's backend in a forward pass, a backward pass, or both.
 
     Args:
@@ -38,13 +43,12 @@ def launches(operator: Operator, terms: Any, options: Any, passes: str = "both",
         terms: Its terms, as ``meta`` tensors.
         options: Its options.
         passes: ``forward``, ``backward`` or ``both``.
-        capability: Of the device, 80 for 8.0: tiles may depend on it.
+        target: The device, on which tiles and precision depend.
     """
     results = operator.fake(terms, options)
     serving = next(backend for backend in operator.table if backend.name == triton_launch.NAME)
     needs = [term is not None for term in terms]
-    device = divmod(capability, 10)
-    with backends.backend(triton_launch.NAME), triton_launch.recorded((device[0], device[1])) as recorded:
+    with backends.backend(triton_launch.NAME), triton_launch.recorded(target) as recorded:
         refuses = serving.refuses if passes == "forward" else serving.refuses_backward
         if reason := serving.refuses(terms, options) or refuses(terms, options):
             raise ValueError(f"{operator.name}: {reason}")
@@ -98,13 +102,35 @@ def compiled_variants(make: Callable[[], tuple[Operator, Any, Any]]) -> set[Vari
     return set(variants(launches(*make())))
 
 
-def compiled(compilation: Variant, kernel: Any, capability: int) -> dict[str, int]:
-    """Compile for ``sm_<capability>``.
+def compiled(compilation: Variant, kernel: Any, target: Target) -> dict[str, int]:
+    """Compile for a device of NVIDIA.
 
     Returns:
         Bytes of ``stack`` per thread and of ``shared`` memory per block, and ``spills``, the instructions within
         innermost loops that load or store spilled registers.
     """
+    major, minor = target.capability
+    binary = _binary(compilation, kernel, ("cuda", 10 * major + minor, 32))
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        (stack,) = stacks(file.name).values()
+        spills = _spills_in_loops(_cuobjdump("-sass", file.name))
+    return {"stack": stack, "shared": binary.metadata.shared, "spills": spills}
+
+
+def compiled_for_amd(compilation: Variant, kernel: Any, architecture: str) -> dict[str, int]:
+    """Compile for a device of :data:`AMD`.
+
+    Returns:
+        Bytes of ``shared`` memory per block, and how many vector registers it ``spills``, in loops or elsewhere.
+    """
+    binary = _binary(compilation, kernel, ("hip", architecture, AMD[architecture]))
+    (spills,) = re.findall(r"\.vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"])
+    return {"shared": binary.metadata.shared, "spills": int(spills)}
+
+
+def _binary(compilation: Variant, kernel: Any, target: tuple[Any, ...]) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -113,13 +139,7 @@ def compiled(compilation: Variant, kernel: Any, capability: int) -> dict[str, in
     source = ASTSource(kernel, dict(compilation.signature), dict(compilation.constants), hints)
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True
-        binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(compilation.options))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        (stack,) = stacks(file.name).values()
-        spills = _spills_in_loops(_cuobjdump("-sass", file.name))
-    return {"stack": stack, "shared": binary.metadata.shared, "spills": spills}
+        return triton.compile(source, target=GPUTarget(*target), options=dict(compilation.options))
 
 
 def _spills_in_loops(code: str) -> int:

@@ -32,6 +32,16 @@ def test_variants_and_launches(compiling):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_compile(compiling, capability):
-    compiling(f"from tests.ops import triton_compilations\ntriton_compilations.kernels_compile({capability})")
+@pytest.mark.parametrize("number", [0, 1])
+def test_kernels_compile(compiling, number):
+    compiling(f"from tests.ops import triton_compilations as t\nt.kernels_compile(t.NVIDIA[{number}])")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["gfx90a", "gfx942", "gfx1100"])
+def test_kernels_compile_for_amd(compiling, architecture):
+    compiling(f"from tests.ops import triton_compilations as t\nt.all_kernels_compile_for_amd({architecture!r})")
+
+
+def test_a_kernel_compiles_for_amd(compiling):
+    compiling("from tests.ops import triton_compilations as t\nt.one_kernel_compiles_for_amd()")

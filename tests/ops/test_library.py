@@ -40,7 +40,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(library, "_code_refusal", code_refusal)
     monkeypatch.setattr(library, "_gpu", lambda device: device.index or 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (6, 1))
-    monkeypatch.setattr(triton_launch, "_refusal", lambda index: "the device is too old")
+    monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: "the device is too old")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Ancient {index + 7}")
     caches = [library._gpu_failure, backends._warn]
     for cache in caches:
@@ -110,11 +110,11 @@ def test_explain_says_so(gpus):
 def test_what_serves_cuda_where_no_binary_does(operator, second, monkeypatch):
     missing, refusal = backends.Failure("there is no _C_cuda binary"), library.refusal
     monkeypatch.setattr(library, "refusal", lambda device, kind: missing if kind == "cuda" else refusal(device, kind))
-    monkeypatch.setattr(triton_launch, "_refusal", lambda index: None)
+    monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: None)
     with FakeTensorMode():
         choice = explain(operator, *calls()[operator])
         assert (choice.serves, choice.refusals["cuda"]) == (second, missing)
-        monkeypatch.setattr(triton_launch, "_refusal", lambda index: "triton is not installed")
+        monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: "triton is not installed")
         monkeypatch.setattr(by_torchvision, "_missing", lambda key: "torchvision is not installed")
         choice = explain(operator, *calls()[operator])
         assert (choice.serves, choice.refusals[second]) == ("eager", f"{second} is not installed")

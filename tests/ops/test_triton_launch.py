@@ -16,7 +16,8 @@ from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, needs_triton
 
 def test_tensors_of_the_cpu_are_refused_in_words_unless_asked_for():
     tensor = torch.zeros(1)
-    assert triton_launch.refusal(tensor) == "its kernels are for CUDA, and the tensors are on cpu"
+    reason = triton_launch.refusal(tensor)
+    assert reason == "its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on cpu"
 
 
 def test_no_plans_are_made_of_calls_that_launch_nothing_or_are_recorded():
@@ -76,6 +77,8 @@ def test_reasons(monkeypatch, tmp_path):
     monkeypatch.setattr(triton_launch.shutil, "which", lambda name: None)
     monkeypatch.delenv("CC")
     assert "needs a C compiler" in triton_launch._no_compiler.__wrapped__()
+    monkeypatch.setattr(triton_launch, "_builds_itself", lambda: True)
+    assert triton_launch._no_compiler.__wrapped__() is None
 
 
 @pytest.mark.slow
@@ -95,7 +98,7 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
     if "fp32_precision" in switch and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has no fp32_precision")
     load = "import torch; from attn_plugins.ops.common.triton_launch import precision"
-    code = f"{load}; {switch}; print(precision(torch.float32))"
+    code = f"{load}; {switch}; print(precision(torch.zeros(1)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split() == [expected]
 
@@ -103,19 +106,45 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
 def test_an_old_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    reason = triton_launch._unfit.__wrapped__(0)
+    reason = triton_launch._unfit.__wrapped__("cuda", 0)
     assert reason == "Triton needs compute capability 8.0, and the device has 7.5"
 
 
-def test_a_device_of_amd(monkeypatch):
+@pytest.mark.parametrize(
+    "name, lanes, fits", [("gfx942:sramecc+", 64, True), ("gfx1100", 32, True), ("gfx906", 64, False)]
+)
+def test_a_device_of_amd(name, lanes, fits, monkeypatch):
+    """It has no capability of NVIDIA's, whatever number it reports, and float32 is multiplied as such."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert triton_launch._unfit.__wrapped__(0).startswith("its kernels are for NVIDIA's devices")
+    properties = SimpleNamespace(gcnArchName=name, warp_size=lanes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    reason = triton_launch._unfit.__wrapped__("cuda", 0)
+    assert reason is None if fits else reason.endswith("and the device is gfx906")
+    target = triton_launch._device.__wrapped__("cuda", 0)
+    assert target == triton_launch.Target("hip", lanes=lanes)
+    single = torch.zeros(1)
+    with triton_launch.recorded(target):
+        assert triton_launch.precision(single) == "ieee"
+        assert not triton_launch.hopper(single)
+        assert not triton_launch.factors_in_shared_memory(single)
+        assert triton_launch.rdna(single) is (lanes == 32)
 
 
-def test_no_device(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_launch._unfit.__wrapped__(0) == "there is no CUDA device here"
+def test_a_device_of_intel(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert triton_launch._unfit.__wrapped__("xpu", 0) is None
+    with triton_launch.recorded(triton_launch._device.__wrapped__("xpu", 0)):
+        assert triton_launch.precision(torch.zeros(1)) == "ieee"
+        assert not triton_launch.hopper(torch.zeros(1))
+        assert not triton_launch.rdna(torch.zeros(1))
+
+
+@pytest.mark.parametrize("kind", triton_launch.DEVICES)
+def test_no_device(kind, monkeypatch):
+    monkeypatch.setattr(getattr(torch, kind), "is_available", lambda: False)
+    assert triton_launch._unfit.__wrapped__(kind, 0) == f"there is no {kind.upper()} device here"
+    assert not triton_launch.runs_on("mps", 0)
 
 
 def test_recorded_launches_are_not_done():
@@ -155,6 +184,6 @@ def test_multiply(dtype):
     upcast = triton_launch.upcast(dtype)
     triton_launch.launch(
         triton_product.product, (1,), dict(a=a, b=b, result=result),
-        BLOCK=16, PRECISION=triton_launch.precision(dtype), UPCAST=upcast,
+        BLOCK=16, PRECISION=triton_launch.precision(a), UPCAST=upcast,
     )  # fmt: skip
     torch.testing.assert_close(result, 1 + a.float() @ b.float(), rtol=TOLERANCES[dtype], atol=1e-4)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from attn_plugins.ops import backend
 from attn_plugins.ops.common import triton_launch
+from attn_plugins.ops.common.triton_launch import Target
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.deformable_attention import deformable_attention as deformable
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
 from attn_plugins.ops.window_attention import window_attention as window
-from tests.helpers.triton_compile import compiled, compiled_variants, launches, variants
+from tests.helpers.triton_compile import AMD, NVIDIA, compiled, compiled_for_amd, compiled_variants, launches, variants
 from tools.bench.idle_device import idle_device
 
 Call = Callable[[], tuple[Any, Any, Any]]
@@ -29,11 +31,11 @@ def meta(*shape: int, dtype=HALF) -> Tensor:
     return torch.empty(shape, device="meta", dtype=dtype)
 
 
-def sequences(T: int, S: int, K: int | None, start: int, d=64, B=2, M=4, causal=False) -> Call:
-    operator = sequence_attention.ATTEND
-    heads = [meta(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
-    band = (None, None) if K is None else (meta(B, M, T, K), meta(1, M, T))
-    terms = operator.terms(*heads, *band, meta(1 if K is not None or T < 64 else B, M, T, S))
+def sequences(T: int, S: int, K: int | None, start: int, d=64, B=2, M=4, causal=False, dtype=HALF) -> Call:
+    operator, logits = sequence_attention.ATTEND, partial(meta, dtype=dtype)
+    heads = [logits(B, n, M, d).transpose(1, 2) for n in (T, S, S)]
+    band = (None, None) if K is None else (logits(B, M, T, K), logits(1, M, T))
+    terms = operator.terms(*heads, *band, logits(1 if K is not None or T < 64 else B, M, T, S))
     return lambda: (operator, terms, operator.options(meta(B, S).bool(), start, causal, 0.125))
 
 
@@ -43,9 +45,9 @@ def crosses(H: int, W: int, d: int) -> Call:
     return lambda: (operator, operator.terms(*terms, None), operator.options(1.0, True))
 
 
-def maps(queries: tuple[int, int], keys: tuple[int, int], dtype=HALF, present="1111", B=2) -> Call:
+def maps(queries: tuple[int, int], keys: tuple[int, int], dtype=HALF, present="1111", B=2, d=32) -> Call:
     """Return attention between maps, stored as (B, H, W, M, d), with the terms that ``present`` flags."""
-    M, d, (H, W), (Hk, Wk) = 4, 32, queries, keys
+    M, (H, W), (Hk, Wk) = 4, queries, keys
     shapes = [(B, H, W, M, d), (B, Hk, Wk, M, d), (B, Hk, Wk, M, d), (B, M, H, W, Hk), (B, M, H, W, Wk), (B, M, Hk, Wk)]
     query, key, value, *added = (meta(*shape, dtype=dtype) for shape in shapes)
     query, key, value = (t.permute(0, 3, 1, 2, 4) for t in (query, key, value))
@@ -115,9 +117,8 @@ def large_tensors_have_offsets_of_64_bits() -> None:
             assert dict(variant.constants)["LONG"] is long, variant
 
 
-def kernels_compile(capability: int) -> None:
-    """Without spills, also where the gradient of values is not wanted, for a device that is not there."""
-    calls = [
+def compilations() -> list[tuple[Call, str]]:
+    return [
         (sequences(200, 300, 21, 0, causal=True), "forward"),
         (sequences(512, 512, None, 0), "both"),
         (sequences(49, 49, None, 0), "both"),
@@ -127,20 +128,50 @@ def kernels_compile(capability: int) -> None:
         *((windows(50, 84, (7, 7), **sizes), "both")
           for sizes in (dict(), dict(d=64, dtype=SINGLE), dict(d=19), dict(border="inside"))),
     ]  # fmt: skip
-    for call, passes in calls:
-        for variant, kernel in variants(launches(*call(), passes=passes, capability=capability)).items():
-            row = compiled(variant, kernel, capability)
+
+
+def kernels_compile(target: Target) -> None:
+    """Without spills, also where the gradient of values is not wanted, for a device that is not there."""
+    for call, passes in compilations():
+        for variant, kernel in variants(launches(*call(), passes=passes, target=target)).items():
+            row = compiled(variant, kernel, target)
             assert row["spills"] == 0, row
             assert row["shared"] <= 99 * 1024, row
     for variant, kernel in variants(launches(*crosses(97, 97, 64)(), passes="forward")).items():
-        assert compiled(variant, kernel, capability)["stack"] == 0
+        assert compiled(variant, kernel, target)["stack"] == 0
     operator, terms, options = crosses(5, 7, 16)()
-    with backend("triton"), triton_launch.recorded((9, 0)) as recorded:
+    with backend("triton"), triton_launch.recorded(NVIDIA[1]) as recorded:
         grads = terms._replace(value=None)._asdict()
         sums = torch.empty(terms.value.shape[:-1], dtype=SINGLE, device="meta")
         triton_criss_cross.backward(terms.value, terms, options, terms.value, meta(0), sums, grads)
     for variant, kernel in variants(recorded).items():
-        compiled(variant, kernel, capability)
+        compiled(variant, kernel, target)
+
+
+# Registers that a kernel spills at most, in loops or elsewhere, and bytes of a program's shared memory.
+MOST_SPILLS, AMD_SHARED = {"gfx90a": 44, "gfx942": 44, "gfx1100": 256}, 64 * 1024
+
+
+def kernels_compile_for_amd(architecture: str, calls: Sequence[tuple[Call, str]]) -> None:
+    target = Target("hip", lanes=AMD[architecture])
+    for call, passes in calls:
+        for variant, kernel in variants(launches(*call(), passes=passes, target=target)).items():
+            row = compiled_for_amd(variant, kernel, architecture)
+            assert row["spills"] <= MOST_SPILLS[architecture], (variant, row)
+            assert row["shared"] <= AMD_SHARED, (variant, row)
+
+
+def all_kernels_compile_for_amd(architecture: str) -> None:
+    single = [
+        (call(dtype=SINGLE), "both") for call in (partial(maps, (50, 84), (25, 42)), partial(sequences, 9, 9, None, 0))
+    ]
+    kernels_compile_for_amd(architecture, [*compilations(), *single, (crosses(97, 97, 64), "forward")])
+
+
+def one_kernel_compiles_for_amd() -> None:
+    """Of float32 products, which not all of AMD's devices compute as NVIDIA's do."""
+    for architecture in AMD:
+        kernels_compile_for_amd(architecture, [(maps((50, 84), (25, 42), SINGLE), "forward")])
 
 
 # --- launches -----------------------------------------------------------------------------------------------------

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,3 +112,24 @@ def test_set_up_says_what_is_missing(environment, words):
     assert result.returncode != 0
     assert all(word in result.stderr for word in words)
     assert "Traceback" not in result.stderr
+
+
+def test_windows_compiles_by_clang_or_not_at_all(monkeypatch):
+    """By reading: neither has run there."""
+    monkeypatch.setattr("setuptools.setup", lambda **arguments: None)
+    made = runpy.run_path(str(ROOT / "setup.py"))
+    plain = made["flags"](False)
+    assert plain[0][:2] == ["-O3", "-g0"]
+    monkeypatch.setitem(made["flags"].__globals__, "WINDOWS", True)
+    cxx, link = made["flags"](False)
+    assert {"/DNOMINMAX", "/std:c++20", "/DTORCH_TARGET_VERSION=0x020a000000000000"} <= {*cxx}
+    assert link == []
+
+    toolchain = made["toolchain"]
+    windows = SimpleNamespace(name="nt", environ={})
+    monkeypatch.setattr(toolchain, "os", windows)
+    assert "set CXX=clang-cl" in toolchain.missing_compiler()
+    assert made["extensions"]("auto") == []
+    windows.environ["CXX"] = "clang-cl"
+    monkeypatch.setattr(toolchain.shutil, "which", lambda name: name)
+    assert toolchain.missing_compiler() is None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...ops.common.arguments import without_autocast
 from ...ops.common.axes import unflatten
 from ...ops.common.gradients import traced
 from ..common.untouched import has_global_hooks, untouched
@@ -36,7 +37,7 @@ def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None
     weights: dict[str, Tensor] = {name: conv.weight for name, conv in convs.items()}  # type: ignore[misc]
     if vector is not None and (key := weights.pop("key", None)) is not None:
         by_head = unflatten(key, 0, vector.shape).flatten(2)
-        with torch.autocast(x.device.type, enabled=False):  # cast once, by the convolution
+        with without_autocast(x.device.type):  # cast once, by the convolution
             products = torch.bmm(vector.unsqueeze(1), by_head)  # (M, 1, C)
         weights["saliency"] = products.mT.unsqueeze(3)
     maps = F.conv2d(x, torch.cat([*weights.values()])).split([weight.shape[0] for weight in weights.values()], 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...ops.common.devices import has_float64
 from ...ops.common.gradients import traced
 
 
@@ -33,7 +34,7 @@ def rectified_sums(a: Tensor, b: Tensor, value: Tensor) -> Tensor:
         (B, N, dv).
     """
     dtype, K = value.dtype, b.shape[1]
-    if traced() and torch.onnx.is_in_onnx_export():  # which knows no searchsorted
+    if not has_float64(value.device.type) or (traced() and torch.onnx.is_in_onnx_export()):  # it knows no searchsorted
         return torch.relu(a.unsqueeze(2) + b.unsqueeze(1)).matmul(value) / K
     # In float64, as prefix sums may be far larger than a query's result.
     a, b, value = a.double(), b.double(), value.double()

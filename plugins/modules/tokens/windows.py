@@ -225,7 +225,8 @@ def window_maps(
     N = window[0] * window[1]
     weights = unflatten(in_windows(x, window, shift, num_heads, project, fill, result), 3, (-1, N)).flatten(1, 2)
     # Find the keys of each query by sending token numbers through the same steps: from 1 on the map, 0 in the padding.
-    numbers = torch.arange(1, H * W + 1, dtype=torch.float64, device=x.device).view(1, H, W, 1)
+    dtype = torch.float32 if H * W < 2**24 else torch.float64  # in which they are exact; Apple's GPUs lack float64
+    numbers = torch.arange(1, H * W + 1, dtype=dtype, device=x.device).view(1, H, W, 1)
     places = in_windows(
         numbers, window, shift, 1, lambda n: n.repeat(1, 1, 3), lambda q, k, v, *_: SequenceLogits(q, k, v),
         lambda logits: logits.value.mT.expand(-1, -1, N, -1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -90,6 +91,11 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     if device_type == "cpu":
         return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Switch autocast off on a device, where it is on."""
+    return nullcontext() if autocast_dtype(device_type) is None else torch.autocast(device_type, enabled=False)
 
 
 def tf32_is_allowed() -> bool:

@@ -30,7 +30,11 @@ from .plans import replay
 
 NAMESPACE = "attn_plugins"
 HAS_OPERATORS = hasattr(torch.library, "register_autograd")  # torch >= 2.4
-_AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_AUTOCAST_KEYS = [
+    key
+    for key in ("CPU", "CUDA", "XPU", "MPS", "HPU", "PrivateUse1")
+    if hasattr(torch._C.DispatchKey, f"Autocast{key}")
+]
 OPERATORS: dict[str, Operator] = {}  # by name
 _LIBRARY: list[Any] = []  # torch.library.Library, made at the first definition and never dropped
 
@@ -189,16 +193,17 @@ class Operator:
         twice = Differentiable(self._backward_operator, self._setup_context_twice, self._differentiate_twice)
         library.impl(self.name, self._once.kernel, "Autograd", with_keyset=True)
         library.impl(backward, twice.kernel, "Autograd", with_keyset=True)
-        for device_type, key in _AUTOCAST_KEYS.items():
-            library.impl(self.name, self._autocast_rule(self._forward_operator, device_type, key, casts=True), key)
-            library.impl(backward, self._autocast_rule(self._backward_operator, device_type, key, casts=False), key)
+        for device in _AUTOCAST_KEYS:
+            key = f"Autocast{device}"
+            library.impl(self.name, self._autocast_rule(self._forward_operator, key, casts=True), key)
+            library.impl(backward, self._autocast_rule(self._backward_operator, key, casts=False), key)
         if hasattr(torch.library, "register_vmap"):  # torch >= 2.5
             torch.library.register_vmap(f"{NAMESPACE}::{self.name}", self._map_forward, lib=library)
             torch.library.register_vmap(f"{NAMESPACE}::{backward}", self._map_backward, lib=library)
         register_flop_formula(getattr(operators, self.name))(self.flops)
         register_flop_formula(getattr(operators, backward))(self.backward_flops)
 
-    def _autocast_rule(self, operator: Any, device_type: str, key: str, casts: bool) -> Callable[..., Any]:
+    def _autocast_rule(self, operator: Any, key: str, casts: bool) -> Callable[..., Any]:
         """Cast the terms of the forward; either way autocast is off inside, where kernels choose dtypes themselves."""
         keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
         count = self._count
@@ -206,6 +211,7 @@ class Operator:
         def rule(*args: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 if casts:
+                    device_type = next(t.device.type for t in args[:count] if t is not None)
                     args = (*in_dtype(torch.get_autocast_dtype(device_type), args[:count], self._cast), *args[count:])
                 return operator(*args)
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from .devices import device_of
 
 MOST = 1024  # kinds of calls that are kept
 _plans: dict[tuple[Any, ...], Plan | bool] = {}  # True: to be recorded, False: not repeatable
@@ -38,7 +39,7 @@ class Plan(NamedTuple):
     single: bool
 
     def repeat(self, tensors: list[Tensor]) -> Any:
-        with torch.cuda.device_of(tensors[0]):
+        with device_of(tensors[0]):
             for function, args, places, adds in self.steps:
                 args = args.copy()
                 for place, number in places:

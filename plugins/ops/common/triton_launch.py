@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator, Mapping
@@ -28,11 +29,28 @@ from torch import Tensor
 
 from . import backends, plans
 from .arguments import tf32_is_allowed
+from .devices import device_of
 
 NAME = "triton"
 OLDEST = Version("3.3")  # of torch 2.7: an older Triton fails to compile some kernels
-OLDEST_CAPABILITY = (8, 0)  # of the devices that Triton compiles for
+OLDEST_CAPABILITY = (8, 0)  # of the devices of NVIDIA that Triton compiles for
 LONGEST_GRID = 2**31 - 1
+DEVICES = ("cuda", "xpu")  # device types of NVIDIA's and AMD's, and of Intel's GPUs
+AMD = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")  # families with matrix units that Triton multiplies by
+
+
+class Target(NamedTuple):
+    """Device that kernels are compiled for, on which tiles and precision depend.
+
+    Attributes:
+        kind: ``cuda``, ``hip`` (AMD's) or ``xpu`` (Intel's), on which none of the kernels has run.
+        capability: Of NVIDIA's devices.
+        lanes: Threads of a warp: 32, or 64 on AMD's data-centre devices.
+    """
+
+    kind: str
+    capability: tuple[int, int] = (0, 0)
+    lanes: int = 32
 
 
 class Launch(NamedTuple):
@@ -53,26 +71,26 @@ class Launch(NamedTuple):
 
 class _State(threading.local):
     recording: list[Launch] | None = None
-    capability = OLDEST_CAPABILITY
+    target = Target("cuda", OLDEST_CAPABILITY)
 
 
 _state = _State()
 
 
 @contextlib.contextmanager
-def recorded(capability: tuple[int, int] = OLDEST_CAPABILITY) -> Iterator[list[Launch]]:
+def recorded(target: Target = _State.target) -> Iterator[list[Launch]]:
     """Record this thread's launches instead of running them: the kernel variants that a call needs, without a device.
 
     Args:
-        capability: Of the device that tiles are chosen for.
+        target: The device that tiles and precision are chosen for.
     """
-    before = _state.recording, _state.capability
+    before = _state.recording, _state.target
     launches: list[Launch] = []
-    _state.recording, _state.capability = launches, capability
+    _state.recording, _state.target = launches, target
     try:
         yield launches
     finally:
-        _state.recording, _state.capability = before
+        _state.recording, _state.target = before
 
 
 def recording() -> bool:
@@ -92,24 +110,25 @@ def refusal(tensor: Tensor) -> str | None:
     where :func:`.backend` asks for it.
     """
     asked = backends.forced() == NAME and (recording() or (tensor.device.type == "cpu" and interpreted()))
-    if not (asked or tensor.is_cuda):
-        return f"its kernels are for CUDA, and the tensors are on {tensor.device.type}"
+    kind = tensor.device.type
+    if not (asked or kind in DEVICES):
+        return f"its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on {kind}"
     if tensor.dtype == torch.float64:
         return "its kernels take no float64"
-    return _missing() if asked else _refusal(tensor.device.index or 0)
+    return _missing() if asked else _refusal(kind, tensor.device.index or 0)
 
 
-def runs_on(index: int) -> bool:
-    """Return True where Triton's kernels run on a CUDA device, as far as that does not depend on the tensors."""
-    return _refusal(index) is None
+def runs_on(kind: str, index: int) -> bool:
+    """Return True where Triton's kernels run on a device, as far as that does not depend on the tensors."""
+    return kind in DEVICES and _refusal(kind, index) is None
 
 
 # As torch.compiler.assume_constant_result does, which would import all of dynamo.
 runs_on._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _refusal(index: int) -> str | None:
-    return _missing() or _no_compiler() or _unfit(index)
+def _refusal(kind: str, index: int) -> str | None:
+    return _missing() or _no_compiler() or _unfit(kind, index)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **constants: Any) -> None:
@@ -125,7 +144,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **c
     if _state.recording is not None:
         _state.recording.append(Launch(kernel, grid, args, constants))
     elif all(grid):
-        with torch.cuda.device_of(args[0]):
+        with device_of(args[0]):
             plans.launched(*_run(kernel, grid, args, constants))
 
 
@@ -152,7 +171,7 @@ def _run(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: d
 def state(tensor: Tensor) -> tuple[Any, ...] | None:
     """Return what launches for ``tensor`` depend on besides arguments, or None where no plan is to be made of them."""
     forced = backends.forced()
-    if not (tensor.is_cuda or forced == NAME) or recording():
+    if not (tensor.device.type in DEVICES or forced == NAME) or recording():
         return None
     exact = tensor.dtype != torch.float32 or not tf32_is_allowed()
     return forced, tensor.get_device(), torch.are_deterministic_algorithms_enabled(), exact
@@ -197,13 +216,14 @@ def _launches_are_known() -> bool:
     return not interpreted() and Version("3.6") <= Version(triton.__version__) < Version("3.10")
 
 
-def precision(dtype: torch.dtype) -> str:
-    """Return how ``tl.dot`` multiplies float32; in half precision there is only one way.
+def precision(tensor: Tensor) -> str:
+    """Return how ``tl.dot`` multiplies float32 on a device; in half precision there is only one way.
 
     By TF32 where torch's own switch allows it, else by three products of TF32, whose sum is about as exact as float32
-    and, on tensor cores, several times as fast as products of float32. So does PyTorch's fused attention.
+    and, on tensor cores, several times as fast as products of float32. So does PyTorch's fused attention. On GPUs of
+    AMD, where not all compile that, and of Intel, by products of float32.
     """
-    if dtype != torch.float32:
+    if tensor.dtype != torch.float32 or _target(tensor).kind != "cuda":
         return "ieee"
     return "tf32" if tf32_is_allowed() else "tf32x3"
 
@@ -215,14 +235,24 @@ def upcast(dtype: torch.dtype) -> bool:
 
 def factors_in_shared_memory(tensor: Tensor) -> bool:
     """Return True where tensor cores read factors from shared memory (9.0 to 11.x); elsewhere they take registers."""
-    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _state.capability
-    return 9 <= capability[0] < 12
+    return 9 <= _target(tensor).capability[0] < 12
 
 
 def hopper(tensor: Tensor) -> bool:
     """Return True on devices of capability 9.x, whose tiles were chosen by times; those of others, by registers."""
-    capability = _capability(tensor.device.index or 0) if tensor.is_cuda else _state.capability
-    return capability[0] == 9
+    return _target(tensor).capability[0] == 9
+
+
+def rdna(tensor: Tensor) -> bool:
+    """Return True on AMD's devices with warps of 32 threads, for which larger tiles compile to spills."""
+    target = _target(tensor)
+    return target.kind == "hip" and target.lanes == 32
+
+
+def _target(tensor: Tensor) -> Target:
+    """Return the device of a tensor, or the one that launches are recorded for."""
+    device = tensor.device
+    return _device(device.type, device.index or 0) if device.type in DEVICES else _state.target
 
 
 def power_of_two(size: int, smallest: int = 16) -> int:
@@ -245,8 +275,11 @@ def _missing() -> str | None:
 
 @cache
 def _no_compiler() -> str | None:
-    """Return the reason why the C code that launches Triton's kernels cannot be compiled, or None."""
-    if interpreted():
+    """Return the reason why the C code that launches Triton's kernels cannot be compiled, or None.
+
+    Triton takes a function that compiles it as well. Its build for Windows brings a compiler (TinyCC) and headers.
+    """
+    if interpreted() or _builds_itself():
         return None
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler at run time, and neither CC, gcc nor clang is there"
@@ -257,17 +290,32 @@ def _no_compiler() -> str | None:
     return None
 
 
-@cache
-def _capability(index: int) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _builds_itself() -> bool:
+    """Return whether Triton was given a function that compiles C, or is built for Windows."""
+    if os.name == "nt":
+        return True
+    knobs = getattr(sys.modules.get("triton"), "knobs", None)
+    return getattr(getattr(knobs, "build", None), "impl", None) is not None
 
 
 @cache
-def _unfit(index: int) -> str | None:
-    if not torch.cuda.is_available():  # tensors that hold nothing, as the doctor explains with
-        return "there is no CUDA device here"
-    if torch.version.hip is not None:  # multiplies float32 in other ways, and has less shared memory
-        return f"its kernels are for NVIDIA's devices, and torch {torch.__version__} was built for AMD's"
+def _device(kind: str, index: int) -> Target:
+    if kind == "xpu":
+        return Target("xpu")
+    if torch.version.hip is not None:
+        return Target("hip", lanes=torch.cuda.get_device_properties(index).warp_size)
+    return Target("cuda", torch.cuda.get_device_capability(index))
+
+
+@cache
+def _unfit(kind: str, index: int) -> str | None:
+    if not getattr(torch, kind).is_available():  # tensors that hold nothing, as the doctor explains with
+        return f"there is no {kind.upper()} device here"
+    if kind == "xpu":
+        return None
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_properties(index).gcnArchName
+        return None if name.startswith(AMD) else f"its kernels are for AMD's {', '.join(AMD)}, and the device is {name}"
     capability = torch.cuda.get_device_capability(index)
     if capability >= OLDEST_CAPABILITY:
         return None

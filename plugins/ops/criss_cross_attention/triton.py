@@ -58,7 +58,7 @@ def wanted(terms: Terms) -> bool:
         return False
     if (name := backends.forced()) is not None:
         return name == triton_launch.NAME
-    return terms.value.is_cuda and triton_launch.runs_on(terms.value.device.index or 0)
+    return triton_launch.runs_on(terms.value.device.type, terms.value.device.index or 0)
 
 
 def _takes(terms: Terms) -> bool:
@@ -165,7 +165,7 @@ class _Launches:
         D, DV = query.shape[4], value.shape[4]
         self.constants: dict[str, Any] = dict(
             D=D, DV=DV, UNIT=self.unit, BLOCK_D=triton_launch.power_of_two(D),
-            PRECISION=triton_launch.precision(dtype), UPCAST=triton_launch.upcast(dtype),
+            PRECISION=triton_launch.precision(value), UPCAST=triton_launch.upcast(dtype),
         )  # fmt: skip
 
     def blocks(self, kernel: str) -> Blocks:

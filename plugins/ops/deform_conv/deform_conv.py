@@ -195,7 +195,7 @@ CONVOLVE = Operator(
     ("output",),
     fake=_results,
     fake_gradient=_gradient,
-    reference=eager.forward,
+    reference=eager.definition,
     table=[cpu.BACKEND, cuda.BACKEND, torchvision.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,

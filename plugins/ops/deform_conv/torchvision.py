@@ -1,4 +1,6 @@
-"""Deformable convolution by torchvision's CUDA kernels, where none of ours is compiled.
+"""Deformable convolution by torchvision's kernels for GPUs, where none of ours is compiled.
+
+They have run on CUDA. On other devices, such as Apple's, those that torchvision has serve as well, which is untested.
 
 float16 and bfloat16 are computed in float32: torchvision has no kernel of bfloat16, and that of float16 rounds the
 positions of samples to float16, which moves them by up to 1/32 of a pixel on a map of 100 columns (1.7 % of the output;
@@ -16,6 +18,7 @@ from torch import Tensor
 from ..common import backends, library
 from ..common.arguments import at_least_float32
 from ..common.backends import Backend, Gradients
+from ..common.devices import has_kernel
 from ..common.strides import memory_format
 from .operands import Options, Terms
 
@@ -26,9 +29,9 @@ def refuses(terms: Terms, options: Options) -> str | None:
     """Return the reason why torchvision's kernels do not compute, or None. Those for CPUs serve only if forced."""
     kind = terms.input.device.type
     forced = kind == "cpu" and backends.forced() == NAME
-    if kind != "cuda" and not forced:
-        return f"it serves CUDA, and the tensors are on {kind}"
-    if reason := _missing(kind.upper()):
+    if kind in ("cpu", "meta") and not forced:
+        return f"it serves GPUs, and the tensors are on {kind}"
+    if reason := _missing(kind):
         return reason
     if forced and terms.offset.isnan().any():
         return "offset has a NaN, for which torchvision's kernels for CPUs read beyond their memory"
@@ -36,8 +39,8 @@ def refuses(terms: Terms, options: Options) -> str | None:
 
 
 @cache
-def _missing(key: str) -> str | None:
-    """Return the reason why torchvision has no kernels at a dispatch key, or None."""
+def _missing(kind: str) -> str | None:
+    """Return the reason why torchvision has no kernels for a device type, or None."""
     try:
         import torchvision  # noqa: F401  defines torch.ops.torchvision
     except ImportError:
@@ -46,11 +49,11 @@ def _missing(key: str) -> str | None:
         return f"torchvision does not load: {error}"
     for name in ("deform_conv2d", "_deform_conv2d_backward"):
         try:
-            there = torch._C._dispatch_has_kernel_for_dispatch_key(f"torchvision::{name}", key)
+            there = has_kernel(f"torchvision::{name}", kind)
         except RuntimeError:  # its Python code loads without its binary
             there = False
         if not there:
-            return f"this torchvision has no {name} for {key}"
+            return f"this torchvision has no {name} for {kind}"
     return None
 
 

@@ -30,6 +30,7 @@ class Block(NamedTuple):
 
 
 FORWARD, BACKWARD = Block(1024, 128, 2), Block(256, 128, 1)  # without spills; not timed
+RDNA_FORWARD = Block(256, 128, 2)  # on AMD's devices with warps of 32 threads; not run
 
 
 def refuses(terms: Terms, options: Options) -> str | None:
@@ -79,7 +80,8 @@ def forward(terms: Terms, options: Options, output: Tensor) -> None:
     """Write the output (B, Q, M * d)."""
     from . import triton_kernels
 
-    launches = list(_launches(terms, options, FORWARD))
+    block = RDNA_FORWARD if triton_launch.rdna(terms.value) else FORWARD
+    launches = list(_launches(terms, options, block))
     total = output if len(launches) == 1 else torch.empty_like(output, dtype=torch.float32)
     for number, (arguments, constants) in enumerate(launches):
         parts = -(-constants["D"] // constants["BLOCK_D"])

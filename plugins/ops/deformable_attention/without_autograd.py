@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..common.arguments import without_autocast
 from .deformable_attention import ATTEND, deformable_attention, policy_of_grid_sample, shapes_on_host
 from .operands import Options, Terms
 
@@ -24,9 +25,7 @@ from .operands import Options, Terms
 @contextlib.contextmanager
 def without_autograd(like: Tensor) -> Iterator[None]:
     """Switch off gradients, and autocast on the device of ``like``."""
-    kind = like.device.type
-    casts = torch.autocast(kind, enabled=False) if kind in ("cpu", "cuda") else contextlib.nullcontext()
-    with torch.no_grad(), casts:
+    with torch.no_grad(), without_autocast(like.device.type):
         yield
 
 

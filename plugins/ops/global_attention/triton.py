@@ -71,6 +71,14 @@ SMALLER_FLOAT_BLOCKS = {
     ("key_gradients", "tf32", 32): Block(32, 32, 4, 1),
     ("key_gradients", "tf32", 64): Block(32, 32, 4, 1),
 }
+# On AMD's devices with warps of 32 threads, where none has run: those that spill least. Others take the smallest.
+RDNA_BLOCKS = {
+    ("forward", "half", 32): Block(32, 32, 4, 1),
+    ("forward", "tf32", 32): Block(32, 16, 4, 1),
+    ("query_gradients", "half", 32): Block(16, 32, 4, 1),
+    ("key_gradients", "half", 32): Block(32, 32, 4, 1),
+}
+RDNA_SMALLEST = Block(16, 16, 4, 1)
 # All other tensors are of queries.
 _OF_KEYS = ("key", "value", "key_logits", "grad_key", "grad_value", "grad_key_logits")
 _LOGITS = (
@@ -137,6 +145,8 @@ def _dense_rows(logits: Tensor) -> Tensor:
 def _block(kernel: str, shape: _Shape, tensor: Tensor, both: bool = False) -> Block:
     """Return what a program holds, for the dtype and device of ``tensor``; ``both`` for row and column logits."""
     key = kernel, "half" if tensor.dtype.itemsize == 2 else "tf32", power_of_two(max(shape.D, shape.DV), 32)
+    if triton_launch.rdna(tensor):
+        return RDNA_BLOCKS.get(key, RDNA_SMALLEST)
     block = BLOCKS[key]
     if not triton_launch.factors_in_shared_memory(tensor):
         block = SMALLER_BLOCKS.get(key, block)
@@ -186,7 +196,7 @@ def _launch(kernel: str, shape: _Shape, scale: float, **tensors: Tensor | None) 
         QUERIES=block.queries, ROWS=tile_rows, COLUMNS=columns, WIDE=columns < width,
         ALIGNED=_alignment(strides, tensor.dtype), LINE=_line(strides, Wk, tensor.dtype), LONG=_long(strides, shape),
         FLAT=all(_even(four, Wq) for name, four in strides.items() if name not in _OF_KEYS),
-        PRECISION=triton_launch.precision(tensor.dtype), UPCAST=triton_launch.upcast(tensor.dtype),
+        PRECISION=triton_launch.precision(tensor), UPCAST=triton_launch.upcast(tensor.dtype),
     )  # fmt: skip
     over_keys = kernel == "key_gradients"
     blocks = row_blocks * -(-width // columns) if over_keys else -(-Hq * Wq // block.queries)

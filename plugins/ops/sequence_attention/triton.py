@@ -53,6 +53,12 @@ OTHER_TILES = {
         128: (Tile(16, 32, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)),
     },
 }
+# On AMD's devices with warps of 32 threads, where none has run: those that spill least. Some gradients still do.
+_SMALLEST = (Tile(16, 16, 4, 1),) * 4
+RDNA_TILES = {
+    "half": {64: (Tile(32, 32, 4, 1), *_SMALLEST[1:3], Tile(32, 32, 4, 1)), 128: _SMALLEST, 256: _SMALLEST},
+    "tf32": {64: _SMALLEST, 128: _SMALLEST},
+}
 SHORT = 64  # queries or keys at most for which a large block is mostly empty
 WINDOW_PROGRAMS = 256  # two for each multiprocessor of an H100: each sums the gradients of shared position logits
 PROGRAMS = 512  # into at least so many the sums over broadcast axes are parted, if there are so many addends
@@ -88,6 +94,12 @@ def _arithmetic(tensor: Tensor) -> str:
     return "half" if tensor.dtype.itemsize == 2 else "tf32"
 
 
+def _tiles(tensor: Tensor) -> dict[str, Any]:
+    if triton_launch.rdna(tensor):
+        return RDNA_TILES
+    return TILES if triton_launch.hopper(tensor) else OTHER_TILES
+
+
 # Tensors with strides: rows of vectors, logits that are read a line at a time, logits that are read one by one.
 _VECTORS = ("value", "query", "key", "output", "attended", "grad_output", "grad_query", "grad_key", "grad_value")
 _LINES = ("position_logits", "grad_position_logits")
@@ -118,14 +130,14 @@ class Call:
             period=1 if ids is None else ids.shape[0], key_padding_mask_b=0 if padding is None else padding.stride(0),
         )  # fmt: skip
         self.device, self.itemsize = terms.value.device, dtype.itemsize
-        self.of_widths = (TILES if triton_launch.hopper(terms.value) else OTHER_TILES)[_arithmetic(terms.value)]
+        self.of_widths = _tiles(terms.value)[_arithmetic(terms.value)]
         self.constants = dict(
             D=self.d,
             DV=self.dv,
             BLOCK_D=power_of_two(self.d),
             BLOCK_DV=power_of_two(self.dv),
             CAUSAL=options.causal,
-            PRECISION=triton_launch.precision(dtype),
+            PRECISION=triton_launch.precision(terms.value),
             UPCAST=triton_launch.upcast(dtype),
         )
 
@@ -268,7 +280,8 @@ def _are_windows(call: Call, terms: Terms) -> bool:
     """Return whether one kernel computes all gradients: sequences fit its tile and share their position logits."""
     position = terms.position_logits
     return (
-        call.constants["PRECISION"] == "ieee"
+        call.itemsize == 2
+        and not triton_launch.rdna(terms.value)
         and max(call.T, call.S, call.d, call.dv) <= SHORT
         and call.K == 0
         and (position is None or position.shape[0] == 1)

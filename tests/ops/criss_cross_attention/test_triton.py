@@ -100,7 +100,7 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypat
         fields = dict(is_cuda=True, dtype=dtype, device=torch.device("cuda:0"))
         return Terms(None, None, type("OnDevice", (), fields), position)
 
-    monkeypatch.setattr(triton_launch, "_refusal", lambda index: None)
+    monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: None)
 
     assert triton_criss_cross.wanted(terms((2, 3))) == (DEVICE == "cuda")
     with backend("triton"):
@@ -111,7 +111,7 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypat
         assert not triton_criss_cross.wanted(other)
     with backend("eager"):
         assert not triton_criss_cross.wanted(on_device(torch.float16))
-    monkeypatch.setattr(triton_launch, "_refusal", lambda index: "Triton is not installed")
+    monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: "Triton is not installed")
     assert not triton_criss_cross.wanted(on_device(torch.float16))
 
 
@@ -120,7 +120,7 @@ def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypat
 def test_dynamo_sees_whether_triton_serves(reason, monkeypatch):
     """Of tensors that hold nothing, as on a CUDA device: the weights are kept where Triton's kernels do not run."""
     torch._dynamo.reset()
-    monkeypatch.setattr(triton_launch, "_refusal", lambda index: reason)
+    monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: reason)
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:

@@ -122,13 +122,13 @@ def test_the_order_of_the_table():
 
 def test_refusals(monkeypatch):
     choice = by_torchvision.refuses(Terms(**drawn("wide").tensors), None)
-    assert choice == "it serves CUDA, and the tensors are on cpu"
+    assert choice == "it serves GPUs, and the tensors are on cpu"
     terms = Terms(**drawn("wide", device=DEVICE).tensors)
     with backend("torchvision"):
         assert by_torchvision.refuses(terms, None) is None
         with deterministic_mode():
             assert by_torchvision.BACKEND.refuses_backward(terms, None) == "its backward is not deterministic"
-    assert by_torchvision._missing("MTIA") == "this torchvision has no deform_conv2d for MTIA"
+    assert by_torchvision._missing("xpu") == "this torchvision has no deform_conv2d for xpu"
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,10 @@ def test_a_torchvision_that_does_not_load_is_named(source, words, monkeypatch, t
     (tmp_path / "torchvision.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "torchvision")
-    assert by_torchvision._missing.__wrapped__("CUDA") == words
+    assert by_torchvision._missing.__wrapped__("cuda") == words
 
 
 def test_a_torchvision_without_its_binary_is_named(python):
-    code = "from attn_plugins.ops.deform_conv import torchvision; print(torchvision._missing('CUDA'))"
+    code = "from attn_plugins.ops.deform_conv import torchvision; print(torchvision._missing('cuda'))"
     stdout = python(code, packages={"torchvision/__init__.py": ""}).stdout
-    assert stdout.strip() == "this torchvision has no deform_conv2d for CUDA"
+    assert stdout.strip() == "this torchvision has no deform_conv2d for cuda"
