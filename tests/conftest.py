@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import subprocess
@@ -95,6 +96,16 @@ def missing_mmcv() -> str | None:
         return None if compiled_mmcv.is_compiled() else compiled_mmcv.NOT_COMPILED
     except ImportError:
         return compiled_mmcv.NOT_COMPILED
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_logged() -> None:
+    """Undo what toolkits do to logging when they are imported or run: tests read our warnings."""
+    logging.disable(logging.NOTSET)
+    logging.getLogger().setLevel(logging.WARNING)
+    for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "attn_plugins"]:
+        logger = logging.getLogger(name)
+        logger.disabled, logger.propagate = False, True
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from collections.abc import Mapping
@@ -319,6 +320,6 @@ class MultiScaleDeformableAttention(SampledAttention, ops.MultiScaleDeformableAt
         self.make_saliency(key_saliency)
         self.reset_saliency()
 
+    @functools.wraps(ops.MultiScaleDeformableAttention.forward)  # for its signature
     def forward(self, query: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Attend as mmcv's layer, from its arguments."""
         return deformable(super().forward, self, query, *args, **options)

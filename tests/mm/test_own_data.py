@@ -69,13 +69,15 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
+from attn_plugins.replacement import stock_of
 from tests.mm.mm_helpers import without_downloads
 
 init_default_scope("mmdet")
 for file in sys.argv[1:]:
     with torch.device("meta"):
         model = MODELS.build(without_downloads(Config.fromfile(file)).model)
-    names = (type(m).__name__ for m in model.modules() if type(m).__module__.startswith("attn_plugins."))
+    names = (type(m).__name__ for m in model.modules() if type(m).__module__.startswith("attn_plugins.")
+             or stock_of(type(m).forward) is not type(m).forward)
     print(sorted(Counter(names).items()))
 """
 

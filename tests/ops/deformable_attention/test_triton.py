@@ -58,7 +58,9 @@ def test_refusals():
     terms, options = Terms(*drawn(d=4).tensors.values()), Options([3, 4, 1, 2], [2, 2])
     refuses = triton_deformable.BACKEND.refuses
     if DEVICE == "cpu":
-        assert refuses(terms, options) == "its kernels are for CUDA, and the tensors are on cpu"
+        assert (
+            refuses(terms, options) == "its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on cpu"
+        )
     with backend("triton"):
         assert refuses(terms, options) is None
         for name in Terms._fields:

@@ -48,7 +48,9 @@ def test_refusals():
     terms = Terms(*example(NAME, "tiny", DEVICE).tensors.values())
     options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 0.7)
     if DEVICE == "cpu":
-        assert refuses(terms, options) == "its kernels are for CUDA, and the tensors are on cpu"
+        assert (
+            refuses(terms, options) == "its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on cpu"
+        )
     with backend("triton"):
         assert refuses(terms, options) is None
         assert refuses(Terms(*(t.double() for t in terms)), options) == "its kernels take no float64"
