@@ -79,11 +79,7 @@ def test_refusals():
     terms = terms_of(drawn())
     if DEVICE == "cpu":
         kwargs = dict(zip(Terms._fields[3:], terms[3:]))
-        assert (
-            explain(global_attention, *terms[:3], **kwargs)
-            .refusals["triton"]
-            .startswith("its kernels are for GPUs of NVIDIA, AMD and Intel")
-        )
+        assert explain(global_attention, *terms[:3], **kwargs).refusals["triton"].startswith("its kernels are for GPUs")
     with backend("triton"):
         for dtype, widest in ((SINGLE, 128), (HALF, 256)):
             message = f"queries are 300 and values 12 wide, and {widest} is the widest that its kernels hold"

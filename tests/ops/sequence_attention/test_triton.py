@@ -132,11 +132,7 @@ def test_an_expanded_gradient(small_tiles):
 
 def test_what_it_refuses_in_words():
     query = torch.zeros(1, 1, 3, 129, device="meta")
-    assert (
-        explain(sequence_attention, query, query, query)
-        .refusals["triton"]
-        .startswith("its kernels are for GPUs of NVIDIA, AMD and Intel")
-    )
+    assert explain(sequence_attention, query, query, query).refusals["triton"].startswith("its kernels are for GPUs")
     query = torch.zeros(1, 1, 3, 129, device=DEVICE)
     with backend("triton"), pytest.raises(ValueError, match="hold widths of up to 128 in float32, and a head has 129"):
         sequence_attention(query, query, query)
