@@ -49,7 +49,7 @@ SUPPORTED = (
 )
 
 
-def _always(layer: Any) -> bool:
+def _always(*layer: Any) -> bool:
     return True
 
 
@@ -64,7 +64,7 @@ class Place(NamedTuple):
         function: Global function called by that method, which is replaced; None: the method itself is.
         attribute: Attribute in which every layer keeps that function from its construction on.
         child: Attribute and class name of a child whose code is replaced as well, defined in the same module.
-        supports: Function from a layer to whether ``ours`` computes it, if the method is replaced.
+        supports: Function from a layer to whether ``ours`` computes it; only where the method is replaced.
         arguments: Names of the method's arguments after ``self``; versions with others keep their code. None: any.
         exports: Whether ``ours`` runs in ONNX exports, where it becomes a node that the stock code does not.
         traces: Whether ``ours`` runs in ``torch.jit.trace``, which cannot follow the stock code.
@@ -323,13 +323,11 @@ def replacement(
     """
     ours, exports, traces = place.ours, place.exports, place.traces
     first = 0 if place.function is not None else 1  # position of the tensor that decides, after ``self``
-    supports = supports if first else _always
     runs_stock = _runs_stock
 
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        if not supports(args[0]) or runs_stock(
-            args[first] if len(args) > first else next(iter(kwargs.values())), exports, traces
-        ):
+        x = args[first] if len(args) > first else next(iter(kwargs.values()))
+        if runs_stock(x, exports, traces) or not supports(*args[:first]):
             return stock(*args, **kwargs)
         return ours(stock, *args, **kwargs)
 

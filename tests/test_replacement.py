@@ -326,3 +326,22 @@ def test_a_device_without_kernels_is_named_once(device, monkeypatch, recwarn):
         replacement._known_kernels.cache_clear()
     words = [str(warning.message).partition(" here")[0] for warning in recwarn]
     assert words == [f"attn_plugins has no kernels for {device}"]
+
+
+def test_a_replaced_function_is_called_by_keywords():
+    from transformers.models.mask2former import modeling_mask2former as stock
+
+    from attn_plugins.transformers.places import DEFORMABLE
+
+    (place,) = [place for place in DEFORMABLE if place.module == stock.__name__]
+    given = dict(
+        value=torch.rand(2, 20, 2, 8),
+        value_spatial_shapes=[(4, 5)],
+        sampling_locations=torch.rand(2, 3, 2, 1, 4, 2),
+        attention_weights=torch.rand(2, 3, 2, 1, 4),
+    )
+    ours = replacement.replacement(place, stock.multi_scale_deformable_attention, place.supports)
+    with Watch("attn_plugins") as watch:
+        found = ours(**given)
+    assert watch.seen
+    same(found, stock.multi_scale_deformable_attention(**given))
