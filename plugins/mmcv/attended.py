@@ -321,5 +321,5 @@ class MultiScaleDeformableAttention(SampledAttention, ops.MultiScaleDeformableAt
         self.reset_saliency()
 
     @functools.wraps(ops.MultiScaleDeformableAttention.forward)  # for its signature
-    def forward(self, query: Tensor, *args: Any, **options: Any) -> Tensor:
+    def forward(self, query: Tensor, *args: Any, **options: Any) -> Tensor:  # type: ignore[override]
         return deformable(super().forward, self, query, *args, **options)
