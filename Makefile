@@ -13,12 +13,13 @@ WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESS
 RUN_TESTS := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 CALLS ?= 10000
 SEED ?= 0
+CPU ?= avx2
 export VENV
 # Tests start hundreds of processes; without bytecode on disk each compiles what it imports (timm: 3 seconds more).
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-cpu test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -48,6 +49,9 @@ fuzz: env  ## random calls of every operator and of modules against the referenc
 
 sanitize: env  ## random calls and the operator tests on binaries with gcc's sanitizers (CALLS=1000; 15 minutes on 2 cores)
 	CALLS=$(if $(filter file,$(origin CALLS)),1000,$(CALLS)) SEED=$(SEED) tools/sanitize.sh
+
+test-cpu: env  ## the test suite on kernels limited to CPU=avx2 or CPU=sse2, PyTorch limited alike
+	CPU=$(CPU) tools/test_cpu.sh -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m "not slow" $(PYTEST)
 
 test-install: env  ## README's install lines and first blocks in empty environments (an hour or two)
 	$(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_installation.py

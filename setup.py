@@ -8,6 +8,8 @@ Environment variables:
                          the CPU binary where CXX is ``clang-cl`` (with MSVC's linker), which has not been tried;
                          ``cpu``: CPU binary only; ``cuda``: both, also without a GPU; fail where nvcc is missing;
                          ``none``: pure Python, PyTorch implementations of every operator.
+    ATTN_PLUGINS_CPU     ``avx512`` (default), ``avx2`` or ``sse2``: the widest instructions that CPU kernels use where
+                         the machine has them (``tools/test_cpu.sh``).
     ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
     TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0+PTX``: later GPUs compile the PTX when they first run it.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
@@ -28,6 +30,7 @@ from plugins.install import toolchain  # noqa: E402
 
 TORCH_TARGET_VERSION = "0x020a000000000000"  # the oldest torch whose stable ABI we use: 2.10
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g"]
+CPU_LEVELS = {"avx512": 4, "avx2": 3, "sse2": 1}  # of x86-64
 WINDOWS = sys.platform == "win32"
 FOLDERS = sorted(file.parent.relative_to(ROOT / "plugins").parts for file in (ROOT / "plugins").rglob("__init__.py"))
 PACKAGES = ["".join(f".{name}" for name in names) for names in FOLDERS]
@@ -53,13 +56,16 @@ def nvidia_headers() -> list[str]:
 
 def flags(sanitized: bool) -> tuple[list[str], list[str]]:
     """Return the options of the C++ compiler and of the linker."""
-    define = f"TORCH_TARGET_VERSION={TORCH_TARGET_VERSION}"
+    cpu = os.environ.get("ATTN_PLUGINS_CPU", "avx512")
+    if cpu not in CPU_LEVELS:
+        raise SystemExit(f"ATTN_PLUGINS_CPU must be {', '.join(CPU_LEVELS)}, got {cpu!r}")
+    defines = [f"TORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"ATTN_CPU_LEVEL={CPU_LEVELS[cpu]}"]
     if WINDOWS:
-        cxx = ["/O2", "/std:c++20", "/EHsc", "/DNOMINMAX", "/W3", f"/D{define}"]
+        cxx = ["/O2", "/std:c++20", "/EHsc", "/DNOMINMAX", "/W3", *(f"/D{define}" for define in defines)]
         return [*cxx, "/clang:-fno-math-errno", "/clang:-fno-trapping-math"], []
     # The link below strips symbols; debug information, which Python's own flags ask for, takes a fifth of the time.
     optimized = [*SANITIZERS, "-O1"] if sanitized else ["-O3", "-g0"]
-    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", f"-D{define}"]
+    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *(f"-D{define}" for define in defines)]
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
     return cxx, SANITIZERS if sanitized else link

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "common/simd.h"
 #include "common/tensor_ops.h"
 
 namespace attn_plugins {
@@ -18,7 +19,7 @@ inline bool onednn_is_faster() {
   static const bool faster = [] {
     const char* wanted = std::getenv("ATTN_PLUGINS_ONEDNN");
     __builtin_cpu_init();
-    return __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f") &&
+    return ATTN_CPU_LEVEL >= 4 && __builtin_cpu_is("amd") && __builtin_cpu_supports("avx512f") &&
            !(wanted && std::strcmp(wanted, "0") == 0);
   }();
   return faster;

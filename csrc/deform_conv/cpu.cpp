@@ -92,7 +92,7 @@ bool multiplies_bfloat16() {
 #if defined(__x86_64__) && defined(__GNUC__)
   static const bool found = [] {
     __builtin_cpu_init();
-    return bool(__builtin_cpu_supports("avx512bf16"));
+    return ATTN_CPU_LEVEL >= 4 && __builtin_cpu_supports("avx512bf16");
   }();
   return found;
 #else
