@@ -37,7 +37,6 @@ from mmengine.registry import DATASETS, METRICS, MODELS
 from mmengine.runner import CheckpointLoader
 
 from . import stand_in  # noqa: F401
-from .attended import Attended
 from .backbones import AAResNet, load_from_safetensors
 from .layers import (
     AAConv2d,
@@ -56,6 +55,7 @@ from .layers import (
     NonLocalAttention3d,
 )
 from .registration import register, register_lazily
+from .replace_attention import Attended
 from .vit import ViTAdapter, ViTPyramid
 
 __all__ = [

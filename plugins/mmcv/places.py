@@ -17,14 +17,14 @@ from mmengine.utils import deprecated_api_warning
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..modules.common.bypass import has_global_hooks, untouched
 from ..modules.common.checks import check_map
-from ..modules.common.untouched import has_global_hooks, untouched
 from ..modules.maps import criss_cross
 from ..modules.maps.generalized_attention import MMCVTerms
-from ..modules.maps.memory_format import add_scaled, in_format_of, to_channels_last
+from ..modules.maps.parts.memory_format import add_scaled, in_format_of, to_channels_last
 from ..modules.tokens.deformable_attention import SampledAttention
-from ..modules.tokens.window_speed import stock_is_faster
-from ..modules.tokens.windows import TableAttention, in_windows, needs_weights
+from ..modules.tokens.parts.window_speed import stock_is_faster
+from ..modules.tokens.parts.windows import TableAttention, in_windows, needs_weights
 from ..ops import criss_cross_attention, deform_conv2d, reference
 from ..ops.deform_conv.edge_rule import without_edge_gradients
 from ..replacement import Place

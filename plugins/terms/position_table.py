@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cached import cached
 from .map_size import check_size
+from .size_cache import cached
 
 CLS_ENTRIES = 3  # cls to pixel, pixel to cls, cls to cls
 

@@ -21,8 +21,8 @@ from torch.autograd import forward_ad
 
 from ..ops.common.axes import unfold
 from ..ops.common.gradients import traced, transformed
-from .cached import cached
 from .sine_position import sine_encoding
+from .size_cache import cached
 
 
 def axis_offsets(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .cached import cached
 from .map_size import check_size
+from .size_cache import cached
 
 
 def axis_window(

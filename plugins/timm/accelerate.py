@@ -24,8 +24,8 @@ import torch
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2
 from torch import Tensor
 
-from ..modules.tokens.window_speed import stock_is_faster
-from ..modules.tokens.windows import (
+from ..modules.tokens.parts.window_speed import stock_is_faster
+from ..modules.tokens.parts.windows import (
     Fill,
     TableAttention,
     in_windows,
@@ -37,7 +37,7 @@ from ..modules.tokens.windows import (
 from ..ops import global_attention, sequence_attention
 from ..ops.common.axes import unflatten
 from ..replacement import Place, accelerate
-from ..terms.decomposed import decomposed_logits
+from ..terms.decomposed_positions import decomposed_logits
 from ..terms.position_table import table_logits
 
 __all__ = ["accelerate"]

@@ -15,8 +15,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models import swin_transformer_v2 as v2
 from torch import Tensor, nn
 
+from ..modules.common.bypass import called_dropout
 from ..modules.common.checks import one_of
-from ..modules.common.untouched import called_dropout
 from ..modules.tokens.window_self_attention import Position, Version, Window, WindowSelfAttention, check_centred
 from ..terms.nonlocal_position import Outside, Smoothing
 from ..terms.position_table import resize_position_table

@@ -16,16 +16,16 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
+from ..modules.common.bypass import called_dropout
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
 from ..modules.common.tracing import one_node
-from ..modules.common.untouched import called_dropout
 from ..modules.common.weights import checked_queries, weights_of
-from ..modules.tokens.grid_attention import GridAttention, check_grid
-from ..modules.tokens.grid_terms import Grid
+from ..modules.tokens.parts.grid_attention import GridAttention, check_grid
+from ..modules.tokens.parts.grid_terms import Grid
 from ..ops.common.axes import unflatten
 from ..terms.nonlocal_position import Outside, Smoothing
-from .vit_places import SEVERAL, Places
+from .token_grids import SEVERAL, Places
 
 
 @register_notrace_module

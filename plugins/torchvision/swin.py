@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..modules.tokens.partition import attend_by_cosine, attend_in_segments, on_windows
-from ..modules.tokens.token_moves import grouped_qkv
-from ..modules.tokens.window_speed import stock_is_faster
+from ..modules.tokens.parts.partition import attend_by_cosine, attend_in_segments, on_windows
+from ..modules.tokens.parts.token_moves import grouped_qkv
+from ..modules.tokens.parts.window_speed import stock_is_faster
 from ..replacement import Place
 
 Stock = Callable[..., Tensor]

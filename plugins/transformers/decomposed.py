@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modules.common.untouched import has_global_hooks
+from ..modules.common.bypass import has_global_hooks
 from ..modules.tokens.decomposed_attention import decomposed_attention
 from ..replacement import Place
 

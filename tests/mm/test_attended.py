@@ -14,7 +14,7 @@ from mmengine.analysis import get_model_complexity_info
 from mmengine.config import Config
 from torch import nn
 
-from attn_plugins.mmcv.attended import MultiScaleDeformableAttention, TokenAttention
+from attn_plugins.mmcv.replace_attention import MultiScaleDeformableAttention, TokenAttention
 from tests.mm.mm_helpers import upstream
 
 SIZE = (96, 128)

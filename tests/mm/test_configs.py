@@ -10,7 +10,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
 
-from attn_plugins.mmcv.attended import MultiScaleDeformableAttention, TokenAttention
+from attn_plugins.mmcv.replace_attention import MultiScaleDeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d, ViTAdapter, ViTPyramid
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
 from tests.mm.mm_helpers import ROOT, demo_batch, narrow, training_step, without_downloads, without_gradient

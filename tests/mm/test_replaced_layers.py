@@ -25,7 +25,7 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from timm.models.vision_transformer_sam import Attention as SAMAttention
 from torch import Tensor, nn
 
-from attn_plugins.mmcv.attended import exchange
+from attn_plugins.mmcv.replace_attention import exchange
 from attn_plugins.timm import accelerate
 from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, printed, rand, verdict
 from tests.mm.drop_in_helpers import STOCK, drop_in, ours, restore, stock_layers  # noqa: F401 - a fixture

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from attn_plugins import replacement as engine
 from attn_plugins.mmcv import places
-from attn_plugins.modules.tokens.window_speed import SWITCH
+from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
 from tests.helpers.replacement import C, Called, Layer, Watch, drawn, rand, verdict, without_ours

@@ -13,7 +13,7 @@ from mmengine.registry import init_default_scope
 from PIL import Image
 from skimage import data
 
-from attn_plugins.mmcv.attended import exchange
+from attn_plugins.mmcv.replace_attention import exchange
 from attn_plugins.modules import DeformableConv2d
 from attn_plugins.modules.common.capture import Captured
 from attn_plugins.ops import deform_conv2d

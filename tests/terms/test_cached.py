@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_plugins.terms.cached import ENTRIES, cached
+from attn_plugins.terms.size_cache import ENTRIES, cached
 
 CPU = torch.device("cpu")
 

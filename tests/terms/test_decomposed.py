@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from attn_plugins.terms.decomposed import decomposed_logits, resize_offsets
+from attn_plugins.terms.decomposed_positions import decomposed_logits, resize_offsets
 from attn_plugins.terms.log_positions import log_coordinates
 from attn_plugins.terms.position_table import table_index
 

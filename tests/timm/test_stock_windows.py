@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from attn_plugins import replacement as engine
-from attn_plugins.modules.tokens.window_speed import SWITCH
+from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from attn_plugins.timm import accelerate
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture

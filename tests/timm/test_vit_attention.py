@@ -13,7 +13,7 @@ from timm.models.vision_transformer import ATTN_LAYERS
 from timm.utils import AttentionExtract
 from torch import nn
 
-from attn_plugins.modules.tokens.grid_terms import ADDED
+from attn_plugins.modules.tokens.parts.grid_terms import ADDED
 from attn_plugins.timm import ViTAttention, vit_attention
 from attn_plugins.timm.vit_attention import LAYERS
 from tests.helpers.small_vits import SMALL, build, layers_of, open_gates, picture

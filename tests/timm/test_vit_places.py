@@ -14,7 +14,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from attn_plugins.modules import capture_attention
-from attn_plugins.timm.vit_places import _record, _wrap
+from attn_plugins.timm.token_grids import _record, _wrap
 from tests.helpers.small_vits import build, layers_of, open_gates, picture
 
 WIDE, TALL = (48, 64), (64, 48)  # equally many tokens

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attn_plugins.modules.tokens.window_speed import SWITCH
+from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from tests.tools.test_bench import Clock
 from tools.bench import cases, report, results, table, timing, worker
 from tools.bench.case import Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ...ops.common.axes import unflatten
-from .untouched import untouched
+from .bypass import untouched
 
 
 def axis_table(projection: nn.Module, encoding: Tensor, num_heads: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from torch import Tensor, nn
 
 from ...ops.common.arguments import autocast_dtype, check_padding_mask
-from .untouched import untouched
+from .bypass import untouched
 
 __all__ = [
     "check_convolved",

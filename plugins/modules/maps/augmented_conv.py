@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...terms.cached import cached
 from ...terms.sine_position import sine_encoding
+from ...terms.size_cache import cached
 from ..common.attention import attend
 from ..common.checks import check_map, one_of, pair, positive
 from ..common.logits import MapLogits
 from ..common.tracing import one_node
-from .memory_format import in_memory_format, is_channels_last, map_heads, to_channels_last
-from .relative_tables import RelativeTables
+from .parts.memory_format import in_memory_format, is_channels_last, map_heads, to_channels_last
+from .parts.relative_tables import RelativeTables
 
 Position = Literal["relative", "none", "sine", "coordconv"]
 

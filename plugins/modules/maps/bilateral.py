@@ -31,8 +31,8 @@ from ..common.checks import check_map, odd_pair, one_of, positive
 from ..common.tracing import one_node
 from ..common.weights import checked_queries
 from .criss_cross import CrissCross
-from .memory_format import in_format_of, to_channels_last
-from .zero_conv import ZeroConv2d
+from .parts.memory_format import in_format_of, to_channels_last
+from .parts.zero_conv import ZeroConv2d
 
 CHUNK = 1 << 26  # maximum number of logits that BilateralNonLocal2d holds at once
 

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 from ...ops import criss_cross_attention, reference
 from ...ops.common.axes import unflatten
 from ..common.attention import MapAttention
+from ..common.bypass import has_global_hooks, untouched
 from ..common.checks import check_map, one_of, positive
 from ..common.tracing import one_node
-from ..common.untouched import has_global_hooks, untouched
 from ..common.weights import checked_queries
-from .memory_format import add_scaled, to_channels_last
-from .relative_tables import Position, RelativeTables
+from .parts.memory_format import add_scaled, to_channels_last
+from .parts.relative_tables import Position, RelativeTables
 
 
 class Gamma(nn.Module):

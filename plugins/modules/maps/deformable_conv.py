@@ -16,7 +16,7 @@ from ...ops.common.axes import unflatten
 from ..common.checks import check_convolved, check_tensor, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from ..common.tracing import Unscriptable, one_node
-from .zero_conv import ZeroConv1d, ZeroConv2d
+from .parts.zero_conv import ZeroConv1d, ZeroConv2d
 
 
 class _DeformableConv(Unscriptable, nn.Module):

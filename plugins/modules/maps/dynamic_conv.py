@@ -19,8 +19,8 @@ from ..common.logits import WindowLogits
 from ..common.sequence_cache import SequenceCache, check_cache
 from ..common.tracing import one_node
 from ..common.weights import map_weights
-from .memory_format import in_format_of, map_heads, to_channels_last
-from .normalised import normalise, projections
+from .parts.memory_format import in_format_of, map_heads, to_channels_last
+from .parts.projection_norms import normalise, projections
 
 
 class DynamicConv2d(MapAttention):

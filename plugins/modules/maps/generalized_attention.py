@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...terms.attention_type import AttentionTerms, parse_attention_type
-from ...terms.cached import cached
 from ...terms.saliency import add_vector, key_saliency
+from ...terms.size_cache import cached
 from ...terms.window import window_logits
 from ..common.attention import attend
 from ..common.checks import check_map, check_range, positive
 from ..common.logits import MapLogits, WindowLogits, as_content
 from ..common.tracing import one_node
 from ..common.weights import map_logits, map_weights
-from .encoded_positions import EncodedPositions
-from .joined import project
-from .memory_format import add_scaled, map_heads, to_channels_last
-from .normalised import normalise, projections
-from .pooled import pooled_attention
+from .parts.fused_projections import project
+from .parts.memory_format import add_scaled, map_heads, to_channels_last
+from .parts.projection_norms import normalise, projections
+from .parts.saliency_pooling import pooled_attention
+from .parts.sine_positions import EncodedPositions
 
 
 class FourTerms(EncodedPositions):

@@ -15,7 +15,7 @@ from ..common.attention import MapAttention, attend
 from ..common.checks import check_map, check_window, odd_pair, one_of, pair, positive
 from ..common.logits import WindowLogits
 from ..common.tracing import one_node
-from .memory_format import in_format_of, map_heads, to_channels_last
+from .parts.memory_format import in_format_of, map_heads, to_channels_last
 
 Activation = Literal["none", "relu"]
 

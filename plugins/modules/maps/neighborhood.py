@@ -18,7 +18,7 @@ from ..common.logits import WindowLogits
 from ..common.tracing import one_node
 from ..common.weights import map_logits, map_weights, parts
 from .criss_cross import Gamma
-from .memory_format import map_heads, to_channels_last
+from .parts.memory_format import map_heads, to_channels_last
 
 Position = Literal["none", "relative"]
 

@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from ..common.checks import check_map, one_of
 from ..common.logits import MapLogits
 from ..common.tracing import one_node
-from .memory_format import in_format_of, to_channels_last
-from .non_local_block import Mode, NonLocalBlock, check_block
-from .relative_tables import Position, RelativeTables
-from .zero_conv import ZeroConv2d
+from .parts.memory_format import in_format_of, to_channels_last
+from .parts.non_local_block import Mode, NonLocalBlock, check_block
+from .parts.relative_tables import Position, RelativeTables
+from .parts.zero_conv import ZeroConv2d
 
 
 class NonLocal2d(NonLocalBlock, RelativeTables):

@@ -17,8 +17,8 @@ from ..common.checks import check_fits, check_tensor
 from ..common.logits import MapLogits
 from ..common.tracing import one_node
 from ..common.weights import map_weights
-from .non_local_block import Mode, NonLocalBlock, check_block
-from .zero_conv import ZeroConv1d, ZeroConv3d
+from .parts.non_local_block import Mode, NonLocalBlock, check_block
+from .parts.zero_conv import ZeroConv1d, ZeroConv3d
 
 
 class _NonLocalTokens(NonLocalBlock):

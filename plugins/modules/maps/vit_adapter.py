@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from ..common.checks import one_of, positive
 from ..tokens.deformable_attention import MultiScaleDeformableAttention
-from .vit_backbone import Size, ViTBackbone, resample, to_map, to_tokens
+from .parts.vit_backbone import Size, ViTBackbone, resample, to_map, to_tokens
 
 STRIDES = (4, 8, 16, 32)
 Norm = Callable[[int], nn.Module]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..common.checks import positive
-from .vit_backbone import ViTBackbone, cells, resample
+from .parts.vit_backbone import ViTBackbone, cells, resample
 
 
 class MapNorm(nn.LayerNorm):

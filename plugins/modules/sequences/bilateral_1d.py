@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ...terms.nonlocal_band import counted_keys, standardised_band
 from ...terms.nonlocal_position import Outside, check_smoothing, predicted_values, with_outside
 from ..common.checks import one_of
-from .self_attention import BandedSelfAttention
-from .sequence_heads import split_heads
+from .parts.self_attention import BandedSelfAttention
+from .parts.sequence_heads import split_heads
 
 SequenceSmoothing = Literal["sqrt_d", "sqrt_embed_dim", "zscore"]
 

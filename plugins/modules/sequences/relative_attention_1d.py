@@ -16,7 +16,7 @@ from ..common.attention import attend
 from ..common.checks import positive
 from ..common.logits import SequenceLogits
 from ..common.weights import mixed, weights_of
-from .self_attention import BandedSelfAttention
+from .parts.self_attention import BandedSelfAttention
 
 
 class RelativeSelfAttention(BandedSelfAttention):

@@ -19,7 +19,7 @@ from ..common.checks import check_heads, check_padding_mask, check_range, check_
 from ..common.logits import SequenceLogits, as_content
 from ..common.sequence_cache import SequenceCache, check_cache
 from ..common.weights import rotation
-from .sequence_heads import SequenceAttention, split_heads
+from .parts.sequence_heads import SequenceAttention, split_heads
 
 _is_dynamo_compiling = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)  # torch >= 2.2
 

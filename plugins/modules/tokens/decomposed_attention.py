@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...ops import global_attention
 from ...ops.common.axes import unflatten
-from ...terms.decomposed import decomposed_logits
+from ...terms.decomposed_positions import decomposed_logits
 
 
 def decomposed_attention(

@@ -17,11 +17,11 @@ from ...ops import global_attention, sequence_attention
 from ...ops.common.arguments import is_size
 from ...ops.common.axes import unflatten
 from ..common.attention import attend
+from ..common.bypass import drops, untouched
 from ..common.checks import check_heads, check_sequence, one_of
 from ..common.logits import SequenceLogits
-from ..common.untouched import drops, untouched
 from ..common.weights import weights_of
-from .space_time_regions import ClipGrid, Region, grouped, ungrouped
+from .parts.space_time_regions import ClipGrid, Region, grouped, ungrouped
 
 Pattern = Literal["space", "joint", "divided", "local_global", "axial"]
 

@@ -15,8 +15,8 @@ from ...ops.common.arguments import is_size
 from ...ops.common.axes import unflatten
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
-from .grid_attention import GridAttention, check_grid
-from .grid_terms import Grid
+from .parts.grid_attention import GridAttention, check_grid
+from .parts.grid_terms import Grid
 
 
 class SpatialSelfAttention(GridAttention):

@@ -21,8 +21,8 @@ from ..common.checks import check_fits, check_heads, check_tensor, one_of, pair
 from ..common.logits import Logits, MapLogits, SequenceLogits, WindowLogits
 from ..common.tracing import one_node
 from ..common.weights import map_weights, parts
-from .grid_terms import GridTerms
-from .windows import (
+from .parts.grid_terms import GridTerms
+from .parts.windows import (
     Fill,
     Pair,
     Project,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
-from attn_plugins.modules.maps.joined import project
+from attn_plugins.modules.maps.parts.fused_projections import project
 from tests.helpers.module_inputs import drawn
 
 CALLS = {"plain": 0, "hook": 3, "global hook": 3, "norm": 3, "subclass": 3}

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from attn_plugins.modules import NonLocal1d, NonLocal2d, NonLocal3d
-from attn_plugins.modules.maps import non_local_sums
-from attn_plugins.modules.maps.non_local_block import MODES
-from attn_plugins.modules.maps.non_local_sums import rectified_sums
+from attn_plugins.modules.maps.parts import non_local_sums
+from attn_plugins.modules.maps.parts.non_local_block import MODES
+from attn_plugins.modules.maps.parts.non_local_sums import rectified_sums
 from tests.helpers.module_inputs import drawn
 from tests.modules.loops import linear
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from attn_plugins import ops
 from attn_plugins.modules import ViTAdapter, ViTPyramid
+from attn_plugins.modules.maps.parts.vit_backbone import resample
 from attn_plugins.modules.maps.vit_adapter import Extractor, Injector
-from attn_plugins.modules.maps.vit_backbone import resample
 from tests.helpers.cuda_checks import randomised
 from tests.helpers.tiny_vit import TinyViT
 

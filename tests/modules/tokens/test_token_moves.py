@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_plugins.modules.tokens.token_moves import grouped_qkv, reorder
+from attn_plugins.modules.tokens.parts.token_moves import grouped_qkv, reorder
 
 
 def test_grouped_qkv_are_views_of_the_projection():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from attn_plugins.modules.tokens.window_speed import SPEEDUPS, SWITCH, is_slower, stock_is_faster
+from attn_plugins.modules.tokens.parts.window_speed import SPEEDUPS, SWITCH, is_slower, stock_is_faster
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
 
 pytestmark = [

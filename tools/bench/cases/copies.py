@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_plugins.modules.maps.memory_format import in_memory_format
+from attn_plugins.modules.maps.parts.memory_format import in_memory_format
 
 from ..case import Case, problem
 

@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 from torch import nn
 
-from attn_plugins.modules.tokens.window_speed import Version
+from attn_plugins.modules.tokens.parts.window_speed import Version
 
 from ..case import Case
 from .end_to_end import LEARNING_RATE

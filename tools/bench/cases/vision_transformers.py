@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.ops import global_attention, sequence_attention
-from attn_plugins.terms.decomposed import decomposed_logits
+from attn_plugins.terms.decomposed_positions import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
 from attn_plugins.terms.window import shifted_window_segments
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from attn_plugins.modules.tokens.window_speed import SWITCH, Version, is_slower
+from attn_plugins.modules.tokens.parts.window_speed import SWITCH, Version, is_slower
 from attn_plugins.ops import use_onednn
 
 from ..case import KINDS, OWN, Case, Run

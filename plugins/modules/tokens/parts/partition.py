@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...ops import sequence_attention
-from ...terms.alignment import unit_vectors
-from ...terms.cached import cached
-from ...terms.cosine_scale import cosine_scale
-from ...terms.window import shifted_window_segments
+from ....ops import sequence_attention
+from ....terms.alignment import unit_vectors
+from ....terms.cosine_scale import cosine_scale
+from ....terms.size_cache import cached
+from ....terms.window import shifted_window_segments
 from .token_moves import inverse, reorder
 
 Pair = tuple[int, int]

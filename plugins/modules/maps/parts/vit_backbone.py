@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.common.axes import unflatten
-from ..common.checks import check_map
+from ....ops.common.axes import unflatten
+from ...common.checks import check_map
 
 Size = tuple[int, int]
 _PARTS = ("patch_embed", "_pos_embed", "norm_pre", "blocks", "embed_dim", "num_prefix_tokens", "dynamic_img_size")

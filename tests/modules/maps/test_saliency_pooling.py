@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attn_plugins.modules import GeneralizedAttention2d
-from attn_plugins.modules.maps import pooled
+from attn_plugins.modules.maps.parts import saliency_pooling
 from tests.helpers.module_inputs import drawn
 
 F64 = torch.float64
@@ -160,8 +160,8 @@ def test_weights_of_several_dtypes_are_left_to_autocast():
 
 def test_float16_takes_the_mean_of_many_pixels_in_float32(monkeypatch):
     """The weights of 2**14 pixels are not normal numbers of float16."""
-    module, seen, apply = built(dtype=torch.float16), [], pooled._Pooled.apply
-    monkeypatch.setattr(pooled._Pooled, "apply", lambda *terms: seen.append(terms[0].dtype) or apply(*terms))
+    module, seen, apply = built(dtype=torch.float16), [], saliency_pooling._Pooled.apply
+    monkeypatch.setattr(saliency_pooling._Pooled, "apply", lambda *terms: seen.append(terms[0].dtype) or apply(*terms))
     x = drawn_map(1, 8, 130, 130, dtype=torch.float16)
     output = module(x)
     assert seen == [torch.float32]

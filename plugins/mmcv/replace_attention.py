@@ -16,7 +16,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import modules
-from ..modules.common.kept import backward_pass, keep, kept
+from ..modules.common.storage_state import backward_pass, keep, kept
 from ..modules.common.tracing import one_node
 from ..modules.common.weights import weights_of
 from ..modules.tokens.deformable_attention import SampledAttention

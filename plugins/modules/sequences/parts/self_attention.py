@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from ..common.attention import attend
-from ..common.checks import check_heads, check_padding_mask, check_sequence
-from ..common.logits import SequenceLogits
-from ..common.sequence_cache import SequenceCache, check_cache
+from ...common.attention import attend
+from ...common.checks import check_heads, check_padding_mask, check_sequence
+from ...common.logits import SequenceLogits
+from ...common.sequence_cache import SequenceCache, check_cache
 from .sequence_heads import SequenceAttention, split_heads
 
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...terms.relative_position import both_axes_logits, relative_logits
-from ...terms.relative_table import resize_table
-from ..common.attention import MapAttention
-from ..common.checks import check_table_size, pair
+from ....terms.relative_position import both_axes_logits, relative_logits
+from ....terms.relative_table import resize_table
+from ...common.attention import MapAttention
+from ...common.checks import check_table_size, pair
 
 Position = Literal["none", "relative"]
 

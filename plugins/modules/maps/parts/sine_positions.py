@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...terms.relative_position import axis_encoding, both_axes_logits, relative_logits, spread
-from ...terms.saliency import add_vector
-from ...terms.window import shared_axis_window, window_position_logits
-from ..common.axis_table import axis_table
+from ....terms.relative_position import axis_encoding, both_axes_logits, relative_logits, spread
+from ....terms.saliency import add_vector
+from ....terms.window import shared_axis_window, window_position_logits
+from ...common.axis_table import axis_table
 
 Axes = tuple[Tensor | None, Tensor | None]
 Pair = tuple[int, int]

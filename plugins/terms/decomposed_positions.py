@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .cached import cached
 from .map_size import check_size
+from .size_cache import cached
 
 
 def decomposed_logits(

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.axes import unflatten
-from ..common.logits import SequenceLogits
-from ..common.sequence_cache import SequenceCache
-from ..common.weights import parts, sequence_logits, sequence_weights
+from ....ops.common.axes import unflatten
+from ...common.logits import SequenceLogits
+from ...common.sequence_cache import SequenceCache
+from ...common.weights import parts, sequence_logits, sequence_weights
 
 
 def split_heads(projected: Tensor, num_heads: int) -> Tensor:

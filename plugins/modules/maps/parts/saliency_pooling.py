@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ...ops.common.arguments import under_autocast
-from ...ops.common.gradients import transformed
-from .joined import may_leave_out
+from ....ops.common.arguments import under_autocast
+from ....ops.common.gradients import transformed
+from .fused_projections import may_leave_out
 
 # Weights of a mean over more pixels may be below float16's normal numbers, 2**-14.
 _MOST_HALF_PIXELS = 2**14

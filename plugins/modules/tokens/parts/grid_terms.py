@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.axes import unflatten, unfold
-from ...terms.attention_type import parse_attention_type
-from ...terms.nonlocal_position import (
+from ....ops.common.axes import unflatten, unfold
+from ....terms.attention_type import parse_attention_type
+from ....terms.nonlocal_position import (
     Outside,
     Smoothing,
     check_smoothing,
@@ -26,12 +26,12 @@ from ...terms.nonlocal_position import (
     tap_index,
     with_outside,
 )
-from ...terms.relative_position import axis_encoding, relative_logits
-from ...terms.saliency import key_saliency
-from ...terms.window import shared_axis_window, window_position_logits
-from ..common.axis_table import axis_table
-from ..common.checks import check_range, one_of
-from ..common.tracing import Unscriptable
+from ....terms.relative_position import axis_encoding, relative_logits
+from ....terms.saliency import key_saliency
+from ....terms.window import shared_axis_window, window_position_logits
+from ...common.axis_table import axis_table
+from ...common.checks import check_range, one_of
+from ...common.tracing import Unscriptable
 
 Grid = tuple[int, int]
 ADDED = ("row_table", "column_table", "saliency", "position", "predictor", "gate")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.arguments import without_autocast
-from ...ops.common.axes import unflatten
-from ...ops.common.gradients import traced
-from ..common.untouched import has_global_hooks, untouched
+from ....ops.common.arguments import without_autocast
+from ....ops.common.axes import unflatten
+from ....ops.common.gradients import traced
+from ...common.bypass import has_global_hooks, untouched
 
 
 def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None) -> dict[str, Tensor]:

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..common.attention import attend
-from ..common.checks import one_of, positive
-from ..common.logits import MapLogits
-from ..common.untouched import has_global_hooks, untouched
+from ...common.attention import attend
+from ...common.bypass import has_global_hooks, untouched
+from ...common.checks import one_of, positive
+from ...common.logits import MapLogits
 from .non_local_sums import dot_products, rectified_sums
 
 Mode = Literal["gaussian", "embedded_gaussian", "dot_product", "concatenation"]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ...ops.common import transposition
-from ...ops.common.axes import unflatten
-from ...ops.common.gradients import is_batched_gradient, traced, transformed
-from ...ops.common.strides import memory_format
+from ....ops.common import transposition
+from ....ops.common.axes import unflatten
+from ....ops.common.gradients import is_batched_gradient, traced, transformed
+from ....ops.common.strides import memory_format
 
 
 def is_channels_last(x: Tensor) -> bool:

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.axes import unflatten
-from ...terms.cached import cached
-from ...terms.cosine_scale import cosine_operands
-from ...terms.log_positions import bounded_logits, log_coordinates
-from ...terms.position_table import table_logits
-from ...terms.window import shifted_window_masks, shifted_window_segments
-from ..common.attention import attend
-from ..common.logits import Logits, SequenceLogits
-from ..common.untouched import has_global_hooks, untouched
-from ..common.weights import checked_queries, parts, weights_of
+from ....ops.common.axes import unflatten
+from ....terms.cosine_scale import cosine_operands
+from ....terms.log_positions import bounded_logits, log_coordinates
+from ....terms.position_table import table_logits
+from ....terms.size_cache import cached
+from ....terms.window import shifted_window_masks, shifted_window_segments
+from ...common.attention import attend
+from ...common.bypass import has_global_hooks, untouched
+from ...common.logits import Logits, SequenceLogits
+from ...common.weights import checked_queries, parts, weights_of
 from .token_moves import grouped_qkv, inverse, reorder
 
 Pair = tuple[int, int]

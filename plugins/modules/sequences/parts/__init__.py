@@ -1,0 +1,1 @@
+"""Parts of the modules on sequences."""
