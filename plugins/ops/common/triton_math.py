@@ -91,27 +91,27 @@ def of_rows(tensor, first, there):
 
 
 @triton.jit
-def saturated(drift, size):
+def saturated(ds_sum, ds_size):
     """Return which queries need their logit gradients computed again, with a better mean: (queries).
 
-    The gradient of a logit is weight * (slope - mean). A mean that is taken from the output is as wrong as that is
-    rounded: little in most rows, and all there is in a row of one large weight, whose gradients are nearly 0. ``drift``
-    is the sum of a row's gradients, which would be 0 if the mean were exact, ``size`` that of their absolute values.
+    The gradient of a logit is ``p * (dp - delta)``, where delta is the mean of dp and is taken from the rounded output.
+    The error is negligible in most rows, but dominates where one weight is close to 1 and the gradients are close to 0.
+    ``ds_sum`` is the sum of a row's gradients, 0 if delta is exact; ``ds_size`` that of their absolute values.
     """
-    return tl.abs(drift) > size * 2.0**-6
+    return tl.abs(ds_sum) > ds_size * 2.0**-6
 
 
 @triton.jit
-def unsettled(drift, size, total, EXACT: tl.constexpr):
-    """Return whether any of a block's queries is :func:`saturated`, by float32's measure where ``total`` is not None.
+def unsettled(ds_sum, ds_size, p_sum, EXACT: tl.constexpr):
+    """Return whether any of a block's queries is :func:`saturated`, by float32's measure where ``p_sum`` is not None.
 
-    ``total`` is the sum of the weights, which would be 1 if the log-sum-exp were exact; half numbers are coarser than
+    ``p_sum`` is the sum of the weights, which would be 1 if the log-sum-exp were exact; half numbers are coarser than
     that. ``EXACT`` says that gradients are stored before it is known.
     """
-    if total is None:
-        wrong = saturated(drift, size)
+    if p_sum is None:
+        wrong = saturated(ds_sum, ds_size)
     else:
-        wrong = saturated(drift * 2.0**13, size)
+        wrong = saturated(ds_sum * 2.0**13, ds_size)
         if EXACT:
-            wrong = wrong | ((tl.abs(total - 1) > 2.0**-19) & (total > 0))
+            wrong = wrong | ((tl.abs(p_sum - 1) > 2.0**-19) & (p_sum > 0))
     return tl.max(wrong.to(tl.int32), 0) > 0

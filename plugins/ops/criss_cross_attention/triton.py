@@ -126,15 +126,15 @@ def backward(
         output = packed(output, output.dtype)
     launches = _Launches(terms, options, grad_output, output, grad_query, grad_key, grad_value)
     query, key, value = launches.terms
-    means, drifts, sizes = (torch.empty_like(log_sum_exp) for _ in range(3))
-    tensors = dict(grad_output=grad_output, log_sum_exp=log_sum_exp, means=means)
+    delta, ds_sums, ds_sizes = (torch.empty_like(log_sum_exp) for _ in range(3))
+    tensors = dict(grad_output=grad_output, log_sum_exp=log_sum_exp, delta=delta)
 
     blocks = launches.blocks("queries")
     turns = (grad_query is not None) + (grad_query is not None or grad_key is not None)
     for again, column in itertools.product((False, True)[:turns], (True, False)):
         launches.add(
             triton_kernels.gradients_of_queries, blocks, column, blocks.queries, 1,
-            dict(**tensors, output=output, drifts=drifts, sizes=sizes, grad_query=grad_query), AGAIN=again,
+            dict(**tensors, output=output, ds_sums=ds_sums, ds_sizes=ds_sizes, grad_query=grad_query), AGAIN=again,
         )  # fmt: skip
 
     blocks = launches.blocks("keys")

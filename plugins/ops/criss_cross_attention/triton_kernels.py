@@ -132,13 +132,13 @@ def attend(
     q = _load(query, queries, query_place, length, 0, D, BLOCK_D, UNIT)
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
 
-    highest = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    mixed = tl.zeros((BLOCK_Q, BLOCK_V), tl.float32)
+    m_i = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_Q,), tl.float32)
+    acc = tl.zeros((BLOCK_Q, BLOCK_V), tl.float32)
     if not COLUMN:
-        highest = tl.load(partial + on_map, mask=inside, other=float("-inf"))
-        total = tl.where(highest > float("-inf"), 1.0, 0.0)
-        mixed = _load(output, queries, output_place, length, first, DV, BLOCK_V, UNIT).to(tl.float32)
+        m_i = tl.load(partial + on_map, mask=inside, other=float("-inf"))
+        l_i = tl.where(m_i > float("-inf"), 1.0, 0.0)
+        acc = _load(output, queries, output_place, length, first, DV, BLOCK_V, UNIT).to(tl.float32)
     for start in range(0, length, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
         k = _load(key, keys, key_place, length, 0, D, BLOCK_D, UNIT)
@@ -146,29 +146,30 @@ def attend(
             q, k, queries[:, None], keys[None, :], length, scale,
             BLOCK_Q, BLOCK_K, COLUMN, PRECISION, UPCAST,
         )  # fmt: skip
-        higher = tl.maximum(highest, tl.max(logits, 1))
-        finite = tl.where(higher > float("-inf"), higher, 0.0)  # all masked so far: every weight is exp(-inf)
-        weights = tl.exp(logits - finite[:, None])
-        faded = tl.exp(highest - finite)
-        total = total * faded + tl.sum(weights, 1)
+        # The online softmax: a new maximum rescales the sum and the accumulator so far.
+        m_new = tl.maximum(m_i, tl.max(logits, 1))
+        m_safe = tl.where(m_new > float("-inf"), m_new, 0.0)  # all masked so far: every weight is exp(-inf)
+        p = tl.exp(logits - m_safe[:, None])
+        alpha = tl.exp(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
         v = _load(value, keys, value_place, length, first, DV, BLOCK_V, UNIT)
-        mixed = multiply(weights.to(v.dtype), v, mixed * faded[:, None], PRECISION, UPCAST)
-        highest = higher
+        acc = multiply(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UPCAST)
+        m_i = m_new
 
-    masked = total == 0
-    total = tl.where(masked, 1.0, total)
-    _store(output, mixed / total[:, None], queries, output_place, length, first, False, DV, BLOCK_V, UNIT)
-    norm = highest + tl.log(total)
+    masked = l_i == 0
+    l_i = tl.where(masked, 1.0, l_i)
+    _store(output, acc / l_i[:, None], queries, output_place, length, first, False, DV, BLOCK_V, UNIT)
+    lse_i = m_i + tl.log(l_i)
     if COLUMN:
-        tl.store(partial + on_map, norm, mask=inside & (part == 0))
+        tl.store(partial + on_map, lse_i, mask=inside & (part == 0))
     else:  # +inf gives weights of 0
-        norm = tl.where(masked, float("inf"), norm)
-        tl.store(log_sum_exp + on_map, norm, mask=inside & (part == 0))
+        lse_i = tl.where(masked, float("inf"), lse_i)
+        tl.store(log_sum_exp + on_map, lse_i, mask=inside & (part == 0))
 
 
 @triton.jit
 def _weights_and_gradients(
-    q, queries, norm, key, grad_output, value, keys,
+    q, queries, lse_i, key, grad_output, value, keys,
     key_place, grad_output_place, value_place, length, scale,
     D: tl.constexpr, DV: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -180,16 +181,16 @@ def _weights_and_gradients(
         q, k, queries[:, None], keys[None, :], length, scale,
         BLOCK_Q, BLOCK_K, COLUMN, PRECISION, UPCAST,
     )  # fmt: skip
-    of_weights = _products(
+    dp = _products(
         grad_output, queries, grad_output_place, value, keys, value_place, length,
         BLOCK_Q, BLOCK_K, DV, BLOCK_V, UNIT, PRECISION, UPCAST,
     )  # fmt: skip
-    return tl.exp(logits - norm[:, None]), of_weights, k
+    return tl.exp(logits - lse_i[:, None]), dp, k
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradients_of_queries(
-    value, query, key, grad_output, log_sum_exp, output, means, drifts, sizes, grad_query,
+    value, query, key, grad_output, log_sum_exp, output, delta, ds_sums, ds_sizes, grad_query,
     scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
@@ -207,7 +208,7 @@ def gradients_of_queries(
     The gradient of a logit is its weight times the difference between the weight's gradient, grad_output·value, and the
     mean of these over the query's keys. That mean is grad_output·output, up to the rounding of the output, which the
     sum of the gradients reveals after the rows are added and which is then corrected. ``AGAIN`` recomputes the queries
-    for which that is too late because they are :func:`.saturated`; ``sizes`` are 1 there and 0 elsewhere.
+    for which that is too late because they are :func:`.saturated`; ``ds_sizes`` are 1 there and 0 elsewhere.
     """
     part, block, line, head, batch = _place(heads, lines, length, BLOCK_Q, PARTS)
     queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
@@ -218,56 +219,57 @@ def gradients_of_queries(
     query += (batch * query_batch + head * query_head + line * query_line) * UNIT
     q = _load(query, queries, query_place, length, 0, D, BLOCK_D, UNIT)
     on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
-    norm = tl.load(log_sum_exp + on_map, mask=inside, other=float("inf"))
+    lse_i = tl.load(log_sum_exp + on_map, mask=inside, other=float("inf"))
     end = length
     if AGAIN:
-        mean = tl.load(means + on_map, mask=inside, other=0.0)
-        inside = inside & (tl.load(sizes + on_map, mask=inside, other=0.0) > 0)
+        delta_i = tl.load(delta + on_map, mask=inside, other=0.0)
+        inside = inside & (tl.load(ds_sizes + on_map, mask=inside, other=0.0) > 0)
         end = tl.where(tl.max(inside.to(tl.int32), 0) > 0, length, 0)
     elif COLUMN:
         output += (batch * output_batch + head * output_head + line * output_line) * UNIT
-        mean = tl.zeros((BLOCK_Q,), tl.float32)
+        delta_i = tl.zeros((BLOCK_Q,), tl.float32)
         for first in range(0, DV, BLOCK_V):
             grad = _load(grad_output, queries, grad_output_place, length, first, DV, BLOCK_V, UNIT)
             out = _load(output, queries, output_place, length, first, DV, BLOCK_V, UNIT)
-            mean += tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
-        drift = tl.zeros((BLOCK_Q,), tl.float32)
-        size = tl.zeros((BLOCK_Q,), tl.float32)
+            delta_i += tl.sum(grad.to(tl.float32) * out.to(tl.float32), 1)
+        ds_sum = tl.zeros((BLOCK_Q,), tl.float32)
+        ds_size = tl.zeros((BLOCK_Q,), tl.float32)
     else:
-        mean = tl.load(means + on_map, mask=inside, other=0.0)
-        drift = tl.load(drifts + on_map, mask=inside, other=0.0)
-        size = tl.load(sizes + on_map, mask=inside, other=0.0)
+        delta_i = tl.load(delta + on_map, mask=inside, other=0.0)
+        ds_sum = tl.load(ds_sums + on_map, mask=inside, other=0.0)
+        ds_size = tl.load(ds_sizes + on_map, mask=inside, other=0.0)
 
-    total = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
+    dq = tl.zeros((BLOCK_Q, BLOCK_D), tl.float32)
     for start in range(0, end, BLOCK_K):
         keys = start + tl.arange(0, BLOCK_K)
-        weights, of_weights, k = _weights_and_gradients(
-            q, queries, norm, key, grad_output, value,
+        p, dp, k = _weights_and_gradients(
+            q, queries, lse_i, key, grad_output, value,
             keys, key_place, grad_output_place, value_place, length, scale,
             D, DV, UNIT, BLOCK_Q, BLOCK_K, BLOCK_D, BLOCK_V, COLUMN, PRECISION, UPCAST,
         )  # fmt: skip
-        of_logits = weights * (of_weights - mean[:, None])
+        # The softmax's gradient: ds = p * (dp - delta).
+        ds = p * (dp - delta_i[:, None])
         if not AGAIN:
-            drift += tl.sum(of_logits, 1)
-            size += tl.sum(tl.abs(of_logits), 1)
-        total = multiply(of_logits.to(k.dtype), k, total, PRECISION, UPCAST)
+            ds_sum += tl.sum(ds, 1)
+            ds_size += tl.sum(tl.abs(ds), 1)
+        dq = multiply(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
     if grad_query is not None:
         grad_query += (batch * grad_query_batch + head * grad_query_head + line * grad_query_line) * UNIT
         places = tl.where(inside, queries, length)
-        _store(grad_query, total * scale, places, grad_query_place, length, 0, not COLUMN, D, BLOCK_D, UNIT)
+        _store(grad_query, dq * scale, places, grad_query_place, length, 0, not COLUMN, D, BLOCK_D, UNIT)
     if not AGAIN:
         if COLUMN:
-            tl.store(drifts + on_map, drift, mask=inside)
+            tl.store(ds_sums + on_map, ds_sum, mask=inside)
         else:
-            size = saturated(drift, size).to(tl.float32)
-            mean += drift
-        tl.store(sizes + on_map, size, mask=inside)
-        tl.store(means + on_map, mean, mask=inside)
+            ds_size = saturated(ds_sum, ds_size).to(tl.float32)
+            delta_i += ds_sum
+        tl.store(ds_sizes + on_map, ds_size, mask=inside)
+        tl.store(delta + on_map, delta_i, mask=inside)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradients_of_keys(
-    value, query, key, grad_output, log_sum_exp, means, grad_key, grad_value,
+    value, query, key, grad_output, log_sum_exp, delta, grad_key, grad_value,
     scale, heads, lines, length,
     value_batch, value_head, value_line, value_place,
     query_batch, query_head, query_line, query_place,
@@ -295,7 +297,7 @@ def gradients_of_keys(
     if part < VALUE_PARTS:
         if grad_value is not None:  # else no part is, which is not known as this is compiled
             first = part * BLOCK_V
-            of_value = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+            dv = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
             for start in range(0, length, BLOCK_Q):
                 queries = start + tl.arange(0, BLOCK_Q)
                 q = _load(query, queries, query_place, length, 0, D, BLOCK_D, UNIT)
@@ -304,15 +306,15 @@ def gradients_of_keys(
                     BLOCK_K, BLOCK_Q, COLUMN, PRECISION, UPCAST,
                 )  # fmt: skip
                 on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
-                norm = tl.load(log_sum_exp + on_map, mask=queries < length, other=float("inf"))
+                lse_i = tl.load(log_sum_exp + on_map, mask=queries < length, other=float("inf"))
                 grad = _load(grad_output, queries, grad_output_place, length, first, DV, BLOCK_V, UNIT)
-                weights = tl.exp(logits - norm[None, :])
-                of_value = multiply(weights.to(grad.dtype), grad, of_value, PRECISION, UPCAST)
+                p = tl.exp(logits - lse_i[None, :])
+                dv = multiply(p.to(grad.dtype), grad, dv, PRECISION, UPCAST)
             grad_value += (batch * grad_value_batch + head * grad_value_head + line * grad_value_line) * UNIT
-            _store(grad_value, of_value, keys, grad_value_place, length, first, ADD, DV, BLOCK_V, UNIT)
+            _store(grad_value, dv, keys, grad_value_place, length, first, ADD, DV, BLOCK_V, UNIT)
     elif PARTS > VALUE_PARTS:
         value += (batch * value_batch + head * value_head + line * value_line) * UNIT
-        of_key = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
+        dk = tl.zeros((BLOCK_K, BLOCK_D), tl.float32)
         for start in range(0, length, BLOCK_Q):
             queries = start + tl.arange(0, BLOCK_Q)
             q = _load(query, queries, query_place, length, 0, D, BLOCK_D, UNIT)
@@ -321,13 +323,13 @@ def gradients_of_keys(
                 BLOCK_K, BLOCK_Q, COLUMN, PRECISION, UPCAST,
             )  # fmt: skip
             on_map = _on_map(queries, batch, head, line, heads, lines, length, COLUMN)
-            norm = tl.load(log_sum_exp + on_map, mask=queries < length, other=float("inf"))
-            mean = tl.load(means + on_map, mask=queries < length, other=0.0)
-            of_weights = _products(
+            lse_i = tl.load(log_sum_exp + on_map, mask=queries < length, other=float("inf"))
+            delta_i = tl.load(delta + on_map, mask=queries < length, other=0.0)
+            dp = _products(
                 value, keys, value_place, grad_output, queries, grad_output_place, length,
                 BLOCK_K, BLOCK_Q, DV, BLOCK_V, UNIT, PRECISION, UPCAST,
             )  # fmt: skip
-            of_logits = tl.exp(logits - norm[None, :]) * (of_weights - mean[None, :])
-            of_key = multiply(of_logits.to(q.dtype), q, of_key, PRECISION, UPCAST)
+            ds = tl.exp(logits - lse_i[None, :]) * (dp - delta_i[None, :])
+            dk = multiply(ds.to(q.dtype), q, dk, PRECISION, UPCAST)
         grad_key += (batch * grad_key_batch + head * grad_key_head + line * grad_key_line) * UNIT
-        _store(grad_key, of_key * scale, keys, grad_key_place, length, 0, ADD, D, BLOCK_D, UNIT)
+        _store(grad_key, dk * scale, keys, grad_key_place, length, 0, ADD, D, BLOCK_D, UNIT)

@@ -272,7 +272,7 @@ def backward(
     query, key, value, row, column, key_logits = written.values()
     sums = lse.flatten(2).contiguous()
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
-    norms = dict(lse=sums, products=torch.empty_like(sums), inverse=inverse)
+    norms = dict(lse=sums, delta=torch.empty_like(sums), inverse=inverse)
     tensors = dict(**_tensors(terms, shape), grad_output=with_rows(grad_output), **norms)
     targets = dict(output=with_rows(output), grad_query=query, grad_row_logits=row, grad_column_logits=column)
     _launch("query_gradients", shape, options.scale, **tensors, **targets)

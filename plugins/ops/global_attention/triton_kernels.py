@@ -117,20 +117,20 @@ def sum_of_terms(
 
 
 @triton.jit
-def weights_of(logits, norm, factor):
-    """Weights of logits and their log-sum-exps; times ``factor``, that of float32, they sum to 1."""
-    if factor is None:  # one fused operation on the device
-        return tl.exp2(logits * LOG2E - (norm * LOG2E)[:, None])
+def weights_of(logits, lse_i, p_scale):
+    """Weights of logits and their log-sum-exps; times ``p_scale``, that of float32, they sum to 1."""
+    if p_scale is None:  # one fused operation on the device
+        return tl.exp2(logits * LOG2E - (lse_i * LOG2E)[:, None])
     else:  # the difference of large logits is exact
-        return tl.exp2((logits - norm[:, None]) * LOG2E) * factor[:, None]
+        return tl.exp2((logits - lse_i[:, None]) * LOG2E) * p_scale[:, None]
 
 
 @triton.jit
-def slopes_of(weights, g, v, product, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+def logit_gradients(p, g, v, delta_i, QUERIES: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
               UPCAST: tl.constexpr):  # fmt: skip
     """Gradients of logits, (QUERIES, KEYS), from the gradients of outputs and the softmax's products."""
     zeros = tl.zeros((QUERIES, KEYS), tl.float32)
-    return weights * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - product[:, None])
+    return p * (multiply(g, tl.trans(v), zeros, PRECISION, UPCAST) - delta_i[:, None])
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -160,9 +160,10 @@ def forward(
 
     slot = tl.arange(0, ROWS * COLUMNS)
     MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
-    greatest = tl.full((QUERIES,), -float("inf"), tl.float32)  # of the logits, times log2(e)
-    total = tl.zeros((QUERIES,), tl.float32)
-    mixed = tl.zeros((QUERIES, BLOCK_DV), tl.float32)
+    # Running maximum of the logits times log2(e), sum of weights, and weighted sum of values.
+    m_i = tl.full((QUERIES,), -float("inf"), tl.float32)
+    l_i = tl.zeros((QUERIES,), tl.float32)
+    acc = tl.zeros((QUERIES, BLOCK_DV), tl.float32)
     for start in range(0, Wk if WIDE else 1, COLUMNS):
         columns = start + slot % COLUMNS
         column_terms = load_lines(column_logits, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
@@ -173,28 +174,29 @@ def forward(
             v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
             of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
             row_terms = load_lines(row_logits, row_places, known, first + tl.arange(0, ROWS), Hk)
-            logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
-                                  PRECISION, UPCAST)  # fmt: skip
-            before = greatest
-            greatest = tl.maximum(before, tl.max(logits, 1) * LOG2E)
-            shift = tl.where(greatest == -float("inf"), 0.0, greatest)  # nothing but masked keys so far
-            weights = tl.exp2(logits * LOG2E - shift[:, None])
-            shrink = tl.exp2(before - shift)
-            total = total * shrink + tl.sum(weights, 1)
-            mixed = multiply(weights.to(v.dtype), v, mixed * shrink[:, None], PRECISION, UPCAST)
+            s = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
+                             PRECISION, UPCAST)  # fmt: skip
+            # The online softmax: a new maximum rescales the sum and the accumulator so far.
+            m_new = tl.maximum(m_i, tl.max(s, 1) * LOG2E)
+            m_safe = tl.where(m_new == -float("inf"), 0.0, m_new)  # nothing but masked keys so far
+            p = tl.exp2(s * LOG2E - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+            l_i = l_i * alpha + tl.sum(p, 1)
+            acc = multiply(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UPCAST)
+            m_i = m_new
 
-    masked = total == 0.0
-    total = tl.where(masked, 1.0, total)
+    masked = l_i == 0.0
+    l_i = tl.where(masked, 1.0, l_i)
     output = slab(output, b, m, output_b, output_m, ALIGNED)
     output_places = places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG)
-    store_cells(output, output_places, known, mixed * (1.0 / total)[:, None], DV, BLOCK_DV)
-    sums = tl.where(masked, float("inf"), (greatest + tl.log2(total)) * LN2)
-    tl.store(lse + head * queries + cells, sums, mask=known)
+    store_cells(output, output_places, known, acc * (1.0 / l_i)[:, None], DV, BLOCK_DV)
+    lse_i = tl.where(masked, float("inf"), (m_i + tl.log2(l_i)) * LN2)
+    tl.store(lse + head * queries + cells, lse_i, mask=known)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def query_gradients(
-    value, query, key, row_logits, column_logits, key_logits, grad_output, output, lse, products, inverse,
+    value, query, key, row_logits, column_logits, key_logits, grad_output, output, lse, delta, inverse,
     grad_query, grad_row_logits, grad_column_logits,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     row_logits_b, row_logits_m, row_logits_h, row_logits_w,
@@ -211,7 +213,7 @@ def query_gradients(
 ):  # fmt: skip
     """Gradients of ``QUERIES`` queries a program, and of their row and column logits.
 
-    ``products`` (B, M, queries), which a softmax's gradient subtracts, is the weighted mean of value·grad_output, and
+    ``delta`` (B, M, queries), which a softmax's gradient subtracts, is the weighted mean of value·grad_output, and
     for float32 ``inverse`` is the factor with which weights of the log-sum-exp sum to 1. The mean is first taken from
     the output, and mended by the sum of what it gives; where that is :func:`.unsettled`, everything is computed once
     more.
@@ -231,25 +233,27 @@ def query_gradients(
     g = load_cells(grad_output, grad_places, known, DV, BLOCK_DV)
     output = slab(output, b, m, output_b, output_m, ALIGNED)
     o = load_cells(output, places(cells, output_h, output_w, Wq, ALIGNED, FLAT, LONG), known, DV, BLOCK_DV)
-    product = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
-    norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
+    # delta = grad_output·output, the mean of dp; as wrong as the output is rounded, hence the second attempt.
+    delta_i = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    lse_i = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
     q = load_cells(query, places(cells, query_h, query_w, Wq, ALIGNED, FLAT, LONG), known, D, BLOCK_D)
     row_places = places(cells, row_logits_h, row_logits_w, Wq, 1, FLAT, LONG)
     column_places = places(cells, column_logits_h, column_logits_w, Wq, LINE, FLAT, LONG)
 
     slot = tl.arange(0, ROWS * COLUMNS)
     MASKED: tl.constexpr = row_logits is not None and column_logits is not None  # beyond the map they are -inf
-    total = None
-    factor = None
+    p_sum = None
+    p_scale = None
     if inverse is not None:
-        total, factor = tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), 1.0, tl.float32)
-    turn = 0
-    while turn < 2:
+        p_sum, p_scale = tl.zeros((QUERIES,), tl.float32), tl.full((QUERIES,), 1.0, tl.float32)
+    attempt = 0
+    # The second attempt runs only if the first one's gradients do not sum to 0 well enough.
+    while attempt < 2:
         if inverse is not None:
-            total = tl.zeros((QUERIES,), tl.float32)
-        drift = tl.zeros((QUERIES,), tl.float32)
-        size = tl.zeros((QUERIES,), tl.float32)
-        query_sum = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+            p_sum = tl.zeros((QUERIES,), tl.float32)
+        ds_sum = tl.zeros((QUERIES,), tl.float32)
+        ds_size = tl.zeros((QUERIES,), tl.float32)
+        dq = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         for start in range(0, Wk if WIDE else 1, COLUMNS):
             columns = start + slot % COLUMNS
             line = start + tl.arange(0, COLUMNS)
@@ -265,16 +269,17 @@ def query_gradients(
                 row_terms = load_lines(row_logits, row_places, known, lines, Hk)
                 logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
                                       PRECISION, UPCAST)  # fmt: skip
-                weights = weights_of(logits, norm, factor)
-                slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
+                # Recompute the weights from the log-sum-exp, then ds = p * (dp - delta).
+                p = weights_of(logits, lse_i, p_scale)
+                ds = logit_gradients(p, g, v, delta_i, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
                 if inverse is not None:
-                    total += tl.sum(weights, 1)
-                drift += tl.sum(slopes, 1)
-                size += tl.sum(tl.abs(slopes), 1)
+                    p_sum += tl.sum(p, 1)
+                ds_sum += tl.sum(ds, 1)
+                ds_size += tl.sum(tl.abs(ds), 1)
                 if grad_query is not None:
-                    query_sum = multiply(slopes.to(k.dtype), k, query_sum, PRECISION, UPCAST)
+                    dq = multiply(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
                 if grad_row_logits is not None:
-                    row_sum = tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 2)
+                    row_sum = tl.sum(tl.reshape(ds, (QUERIES, ROWS, COLUMNS)), 2)
                     row_pointers = (
                         grad_row_logits
                         + places(cells, grad_row_logits_h, grad_row_logits_w, Wq, 1, FLAT, LONG)[:, None]
@@ -284,7 +289,7 @@ def query_gradients(
                         row_sum += tl.load(row_pointers + lines[None, :], mask=row_mask & (start > 0), other=0.0)
                     tl.store(row_pointers + lines[None, :], row_sum.to(grad_row_logits.dtype.element_ty), mask=row_mask)
                 if grad_column_logits is not None:
-                    column_sum += tl.sum(tl.reshape(slopes, (QUERIES, ROWS, COLUMNS)), 1)
+                    column_sum += tl.sum(tl.reshape(ds, (QUERIES, ROWS, COLUMNS)), 1)
             if grad_column_logits is not None:
                 column_pointers = (
                     grad_column_logits
@@ -299,24 +304,26 @@ def query_gradients(
             if WIDE:
                 tl.debug_barrier()  # what one thread stored of rows' gradients, another may load
         if inverse is not None:
-            share = 1 / tl.where(total == 0, 1.0, total)
-            query_sum *= share[:, None]
-            drift *= share
-            factor *= share
+            # Weights of a rounded log-sum-exp do not sum to 1: normalize what was summed with them.
+            correction = 1 / tl.where(p_sum == 0, 1.0, p_sum)
+            dq *= correction[:, None]
+            ds_sum *= correction
+            p_scale *= correction
         if grad_query is not None:
             query_places = places(cells, grad_query_h, grad_query_w, Wq, ALIGNED, FLAT, LONG)
-            store_cells(grad_query, query_places, known, query_sum * scale, D, BLOCK_D)
-        again = unsettled(drift, size, total, grad_row_logits is not None or grad_column_logits is not None)
-        turn = tl.where(again, turn + 1, 2)
-        product += drift
-    tl.store(products + head * queries + cells, product, mask=known)
+            store_cells(grad_query, query_places, known, dq * scale, D, BLOCK_D)
+        repeat = unsettled(ds_sum, ds_size, p_sum, grad_row_logits is not None or grad_column_logits is not None)
+        attempt = tl.where(repeat, attempt + 1, 2)
+        # The sum would be 0 with an exact mean, so it is what the mean lacks.
+        delta_i += ds_sum
+    tl.store(delta + head * queries + cells, delta_i, mask=known)
     if inverse is not None:
-        tl.store(inverse + head * queries + cells, factor, mask=known)
+        tl.store(inverse + head * queries + cells, p_scale, mask=known)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def key_gradients(
-    value, query, key, row_logits, column_logits, key_logits, grad_output, lse, products, inverse, grad_key, grad_value,
+    value, query, key, row_logits, column_logits, key_logits, grad_output, lse, delta, inverse, grad_key, grad_value,
     grad_key_logits,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
     row_logits_b, row_logits_m, row_logits_h, row_logits_w,
@@ -351,8 +358,8 @@ def key_gradients(
     v = load_cells(value, tile_places(rows, columns, value_h, value_w, ALIGNED, LONG), there, DV, BLOCK_DV)
     of_keys = load_key_logits(key_logits, rows, columns, key_logits_h, there, MASKED, LONG)
 
-    key_sum = tl.zeros((ROWS * COLUMNS, BLOCK_D), tl.float32)
-    value_sum = tl.zeros((ROWS * COLUMNS, BLOCK_DV), tl.float32)
+    dk = tl.zeros((ROWS * COLUMNS, BLOCK_D), tl.float32)
+    dv = tl.zeros((ROWS * COLUMNS, BLOCK_DV), tl.float32)
     logit_sum = tl.zeros((NARROWEST, ROWS * COLUMNS), tl.float32)  # alike in all rows: a product with ones
     for block in range(0, queries, QUERIES):
         cells = block + tl.arange(0, QUERIES)
@@ -366,28 +373,29 @@ def key_gradients(
         column_terms = load_lines(column_logits, column_places, known, start + tl.arange(0, COLUMNS), Wk // LINE * LINE)
         logits = sum_of_terms(q, k, of_keys, row_terms, column_terms, scale, QUERIES, ROWS, COLUMNS,
                               PRECISION, UPCAST)  # fmt: skip
-        norm = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
-        factor = of_rows(inverse, head * queries + cells, known)
-        weights = weights_of(logits, norm, factor)
+        lse_i = tl.load(lse + head * queries + cells, mask=known, other=float("inf"))
+        p_scale = of_rows(inverse, head * queries + cells, known)
+        # Recompute the weights from the log-sum-exp instead of storing them.
+        p = weights_of(logits, lse_i, p_scale)
         if grad_value is not None:
-            value_sum = multiply(tl.trans(weights.to(g.dtype)), g, value_sum, PRECISION, UPCAST)
+            dv = multiply(tl.trans(p.to(g.dtype)), g, dv, PRECISION, UPCAST)
         if grad_key is not None or grad_key_logits is not None:
-            product = tl.load(products + head * queries + cells, mask=known, other=0.0)
-            slopes = slopes_of(weights, g, v, product, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
+            delta_i = tl.load(delta + head * queries + cells, mask=known, other=0.0)
+            ds = logit_gradients(p, g, v, delta_i, QUERIES, ROWS * COLUMNS, PRECISION, UPCAST)
             if grad_key is not None:
-                key_sum = multiply(tl.trans(slopes.to(q.dtype)), q, key_sum, PRECISION, UPCAST)
+                dk = multiply(tl.trans(ds.to(q.dtype)), q, dk, PRECISION, UPCAST)
             if grad_key_logits is not None:
                 ones = tl.full((NARROWEST, QUERIES), 1.0, tl.float32).to(g.dtype)
-                logit_sum = multiply(ones, slopes.to(g.dtype), logit_sum, PRECISION, UPCAST)
+                logit_sum = multiply(ones, ds.to(g.dtype), logit_sum, PRECISION, UPCAST)
 
     if grad_key is not None:
         grad_key = slab(grad_key, b, m, grad_key_b, grad_key_m, ALIGNED)
         key_places = tile_places(rows, columns, grad_key_h, grad_key_w, ALIGNED, LONG)
-        store_cells(grad_key, key_places, there, key_sum * scale, D, BLOCK_D)
+        store_cells(grad_key, key_places, there, dk * scale, D, BLOCK_D)
     if grad_value is not None:
         grad_value = slab(grad_value, b, m, grad_value_b, grad_value_m, ALIGNED)
         value_places = tile_places(rows, columns, grad_value_h, grad_value_w, ALIGNED, LONG)
-        store_cells(grad_value, value_places, there, value_sum, DV, BLOCK_DV)
+        store_cells(grad_value, value_places, there, dv, DV, BLOCK_DV)
     if grad_key_logits is not None:
         grad_key_logits = slab(grad_key_logits, b, m, grad_key_logits_b, grad_key_logits_m, 1)
         logit_places = tile_places(rows, columns, grad_key_logits_h, grad_key_logits_w, 1, LONG)

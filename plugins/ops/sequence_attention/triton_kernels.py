@@ -69,11 +69,12 @@ def attend(
     key_padding_mask = matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1)
     outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_T)
     segment_ids = segments_of(segment_ids, b, period, S)
-    own = ids_of(segment_ids, t0 + start, S, BLOCK_T)
+    query_ids = ids_of(segment_ids, t0 + start, S, BLOCK_T)
     q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
-    top = tl.full((BLOCK_T,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_T,), tl.float32)
-    mixed = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
+    # Running maximum, sum of weights and weighted sum of values, one row a query.
+    m_i = tl.full((BLOCK_T,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK_T,), tl.float32)
+    acc = tl.zeros((BLOCK_T, BLOCK_DV), tl.float32)
     end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
     first_part: tl.constexpr = ALL if band_logits is None else BEFORE
     last_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEHIND
@@ -81,23 +82,25 @@ def attend(
         low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, BLOCK_BAND)
         for s0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
             k = rows(key, s0, S, key_t, BLOCK_BAND if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
-            logits = logits_of(
-                q, k, t0, s0, outside, own, band_logits, position_logits, key_padding_mask, segment_ids,
+            s = logits_of(
+                q, k, t0, s0, outside, query_ids, band_logits, position_logits, key_padding_mask, segment_ids,
                 band_logits_t, position_logits_t, T, S, K, left, start,
                 scale, BLOCK_T, BLOCK_BAND if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
             )  # fmt: skip
-            higher = tl.maximum(top, tl.max(logits, 1))
-            finite = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(logits - finite[:, None])
-            less = tl.exp2(top - finite)
-            total = total * less + tl.sum(weights, 1)
+            # The online softmax: a new maximum rescales the sum and the accumulator so far.
+            m_new = tl.maximum(m_i, tl.max(s, 1))
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+            l_i = l_i * alpha + tl.sum(p, 1)
             v = rows(value, s0, S, value_t, BLOCK_BAND if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
-            mixed = multiply(weights.to(v.dtype), v, mixed * less[:, None], PRECISION, UPCAST)
-            top = higher
-    masked = total == 0
-    mixed = mixed / tl.where(masked, 1.0, total)[:, None]
-    store_rows(matrix_of(output, b, m, output_b, output_m, UNIT), t0, T, output_t, mixed, BLOCK_T, DV, BLOCK_DV, UNIT)
-    logsumexp = tl.where(masked, float("inf"), (top + tl.log2(tl.where(masked, 1.0, total))) / LOG2E)
+            acc = multiply(p.to(v.dtype), v, acc * alpha[:, None], PRECISION, UPCAST)
+            m_i = m_new
+    # No key was visible: the output is 0, and a log-sum-exp of +inf gives weights of 0 in the backward pass.
+    masked = l_i == 0
+    acc = acc / tl.where(masked, 1.0, l_i)[:, None]
+    store_rows(matrix_of(output, b, m, output_b, output_m, UNIT), t0, T, output_t, acc, BLOCK_T, DV, BLOCK_DV, UNIT)
+    logsumexp = tl.where(masked, float("inf"), (m_i + tl.log2(tl.where(masked, 1.0, l_i))) / LOG2E)
     tl.store(lse + head.to(tl.int64) * T + t, logsumexp, mask=t < T)
 
 
@@ -133,7 +136,8 @@ def differentiate_queries(
     grad = rows(grad, t0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
     attended = matrix_of(attended, b, m, attended_b, attended_m, UNIT)
     attended = rows(attended, t0, T, attended_t, BLOCK_T, DV, BLOCK_DV, UNIT)
-    mean = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
+    # delta = grad_output·output, the mean of dp; as wrong as the output is rounded, hence the second attempt.
+    delta_i = tl.sum(grad.to(tl.float32) * attended.to(tl.float32), 1)
     query = matrix_of(query, b, m, query_b, query_m, UNIT)
     key = matrix_of(key, b, m, key_b, key_m, UNIT)
     value = matrix_of(value, b, m, value_b, value_m, UNIT)
@@ -143,9 +147,10 @@ def differentiate_queries(
     key_padding_mask = matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1)
     outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_T)
     segment_ids = segments_of(segment_ids, b, period, S)
-    own = ids_of(segment_ids, t0 + start, S, BLOCK_T)
+    query_ids = ids_of(segment_ids, t0 + start, S, BLOCK_T)
     q = rows(query, t0, T, query_t, BLOCK_T, D, BLOCK_D, UNIT)
-    norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+    # The kernels of logits work with powers of 2.
+    lse_i = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
     end = keys_seen(t0, S, start, BLOCK_T, CAUSAL)
     grad_query = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
     grad_band_logits = matrix_of(grad_band_logits, b, m, grad_band_logits_b, grad_band_logits_m, 1)
@@ -153,41 +158,42 @@ def differentiate_queries(
     grad_position_logits = matrix_of(grad_position_logits, b, m, grad_position_logits_b, grad_position_logits_m, LINE)
     first_part: tl.constexpr = ALL if band_logits is None else BEFORE
     last_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEHIND
-    total = None
-    factor = None
+    p_sum = None
+    p_scale = None
     if inverse is not None:
-        total, factor = tl.zeros((BLOCK_T,), tl.float32), tl.full((BLOCK_T,), 1.0, tl.float32)
-    turn = 0
-    while turn < 2:
+        p_sum, p_scale = tl.zeros((BLOCK_T,), tl.float32), tl.full((BLOCK_T,), 1.0, tl.float32)
+    attempt = 0
+    # The second attempt runs only if the first one's gradients do not sum to 0 well enough.
+    while attempt < 2:
         if inverse is not None:
-            total = tl.zeros((BLOCK_T,), tl.float32)
-        drift = tl.zeros((BLOCK_T,), tl.float32)
-        size = tl.zeros((BLOCK_T,), tl.float32)
+            p_sum = tl.zeros((BLOCK_T,), tl.float32)
+        ds_sum = tl.zeros((BLOCK_T,), tl.float32)
+        ds_size = tl.zeros((BLOCK_T,), tl.float32)
         sum_outside = tl.zeros((BLOCK_T,), tl.float32)
-        sum_query = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        dq = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for PART in tl.static_range(first_part, last_part + 1):
             low, high = bounds(PART, 0, end, t0 + start - left, K + BLOCK_T - 1, BLOCK_S, BLOCK_BAND)
             for s0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_S, num_stages=1 if PART == AT else None):
                 k = rows(key, s0, S, key_t, BLOCK_BAND if PART == AT else BLOCK_S, D, BLOCK_D, UNIT)
                 v = rows(value, s0, S, value_t, BLOCK_BAND if PART == AT else BLOCK_S, DV, BLOCK_DV, UNIT)
-                weights, slopes = weights_and_gradients(
-                    q, k, v, grad, norm, factor, t0, s0, outside, own, band_logits, position_logits, key_padding_mask,
-                    segment_ids, band_logits_t,
-                    position_logits_t, T, S, K, left, start, scale,
+                p, dp = weights_and_gradients(
+                    q, k, v, grad, lse_i, p_scale, t0, s0, outside, query_ids, band_logits, position_logits,
+                    key_padding_mask, segment_ids, band_logits_t, position_logits_t, T, S, K, left, start, scale,
                     BLOCK_T, BLOCK_BAND if PART == AT else BLOCK_S, CAUSAL, PART, False, LINE, PRECISION, UPCAST,
                 )  # fmt: skip
-                slopes = weights * (slopes - mean[:, None])
+                # The softmax's gradient: ds = p * (dp - delta).
+                ds = p * (dp - delta_i[:, None])
                 if inverse is not None:
-                    total += tl.sum(weights, 1)
-                drift += tl.sum(slopes, 1)
-                size += tl.sum(tl.abs(slopes), 1)
+                    p_sum += tl.sum(p, 1)
+                ds_sum += tl.sum(ds, 1)
+                ds_size += tl.sum(tl.abs(ds), 1)
                 if grad_query is not None:
-                    sum_query = multiply(slopes.to(k.dtype), k, sum_query, PRECISION, UPCAST)
+                    dq = multiply(ds.to(k.dtype), k, dq, PRECISION, UPCAST)
                 row, column = (
                     tl.arange(0, BLOCK_T)[:, None],
                     tl.arange(0, BLOCK_BAND if PART == AT else BLOCK_S)[None, :],
                 )
-                there = (row < T - t0) & (column < S - s0)
+                valid = (row < T - t0) & (column < S - s0)
                 shift = s0 - t0 + left - start
                 tap = (column + shift) - row
                 inside = (tap >= 0) & (tap < K)
@@ -195,29 +201,31 @@ def differentiate_queries(
                     places, known = tile_of(
                         grad_position_logits, grad_position_logits_t, t0, s0, T, S, row, column, LINE
                     )
-                    tl.store(places, slopes.to(grad_position_logits.dtype.element_ty), mask=known)
+                    tl.store(places, ds.to(grad_position_logits.dtype.element_ty), mask=known)
                 if (grad_band_logits is not None) and PART == AT:
                     taps = tile_of_band(grad_band_logits, grad_band_logits_t, t0, shift, row, column)
-                    tl.store(taps, slopes.to(grad_band_logits.dtype.element_ty), mask=there & inside)
+                    tl.store(taps, ds.to(grad_band_logits.dtype.element_ty), mask=valid & inside)
                 if grad_outside_logits is not None:
-                    sum_outside += tl.sum(tl.where(inside, 0.0, slopes), 1)
+                    sum_outside += tl.sum(tl.where(inside, 0.0, ds), 1)
         if inverse is not None:
-            share = 1 / tl.where(total == 0, 1.0, total)
-            sum_query *= share[:, None]
-            sum_outside *= share
-            drift *= share
-            factor *= share
+            # Weights of a rounded log-sum-exp do not sum to 1: normalize what was summed with them.
+            correction = 1 / tl.where(p_sum == 0, 1.0, p_sum)
+            dq *= correction[:, None]
+            sum_outside *= correction
+            ds_sum *= correction
+            p_scale *= correction
         if grad_query is not None:
-            store_rows(grad_query, t0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
+            store_rows(grad_query, t0, T, grad_query_t, dq * scale, BLOCK_T, D, BLOCK_D, UNIT)
         if grad_outside_logits is not None:
             place = grad_outside_logits + t.to(tl.int64) * grad_outside_logits_t
             tl.store(place, sum_outside.to(grad_outside_logits.dtype.element_ty), mask=t < T)
-        again = unsettled(drift, size, total, grad_band_logits is not None or grad_position_logits is not None)
-        turn = tl.where(again, turn + 1, 2)
-        mean += drift
-    tl.store(delta + head.to(tl.int64) * T + t, mean, mask=t < T)
+        repeat = unsettled(ds_sum, ds_size, p_sum, grad_band_logits is not None or grad_position_logits is not None)
+        attempt = tl.where(repeat, attempt + 1, 2)
+        # The sum would be 0 with an exact mean, so it is what the mean lacks.
+        delta_i += ds_sum
+    tl.store(delta + head.to(tl.int64) * T + t, delta_i, mask=t < T)
     if inverse is not None:
-        tl.store(inverse + head.to(tl.int64) * T + t, factor, mask=t < T)
+        tl.store(inverse + head.to(tl.int64) * T + t, p_scale, mask=t < T)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -251,38 +259,41 @@ def differentiate_keys(
     segment_ids = segments_of(segment_ids, b, period, S)
     k = rows(key, s0, S, key_t, BLOCK_S, D, BLOCK_D, UNIT)
     v = rows(value, s0, S, value_t, BLOCK_S, DV, BLOCK_DV, UNIT)
-    first = s0 * 0
+    first_query = s0 * 0
     if CAUSAL:  # queries before it see none of the keys
-        first = tl.maximum(s0 - start, 0) // BLOCK_T * BLOCK_T
-    sum_key = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-    sum_value = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
+        first_query = tl.maximum(s0 - start, 0) // BLOCK_T * BLOCK_T
+    dk = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
     first_part: tl.constexpr = ALL if band_logits is None else AT if CAUSAL else BEFORE
     last_part: tl.constexpr = ALL if band_logits is None else BEHIND
     for PART in tl.static_range(first_part, last_part + 1):
-        low, high = bounds(PART, first, T, s0 - start + left - K + 1, K + BLOCK_S - 1, BLOCK_T, BLOCK_BAND)
+        low, high = bounds(PART, first_query, T, s0 - start + left - K + 1, K + BLOCK_S - 1, BLOCK_T, BLOCK_BAND)
         for t0 in tl.range(low, high, BLOCK_BAND if PART == AT else BLOCK_T, num_stages=1 if PART == AT else None):
             t = t0 + tl.arange(0, BLOCK_BAND if PART == AT else BLOCK_T)
             q = rows(query, t0, T, query_t, BLOCK_BAND if PART == AT else BLOCK_T, D, BLOCK_D, UNIT)
             grad = rows(grad_output, t0, T, grad_output_t, BLOCK_BAND if PART == AT else BLOCK_T, DV, BLOCK_DV, UNIT)
-            norm = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
+            lse_i = tl.load(lse + head.to(tl.int64) * T + t, mask=t < T, other=float("inf")) * LOG2E
             outside = load_outside(outside_logits, t0, T, outside_logits_t, BLOCK_BAND if PART == AT else BLOCK_T)
-            own = ids_of(segment_ids, t0 + start, S, BLOCK_BAND if PART == AT else BLOCK_T)
-            factor = of_rows(inverse, head.to(tl.int64) * T + t, t < T)
-            weights, slopes = weights_and_gradients(
-                q, k, v, grad, norm, factor, t0, s0, outside, own, band_logits, position_logits, key_padding_mask,
-                segment_ids, band_logits_t, position_logits_t,
+            query_ids = ids_of(segment_ids, t0 + start, S, BLOCK_BAND if PART == AT else BLOCK_T)
+            # Recompute the tile's weights from the log-sum-exp instead of storing them.
+            p_scale = of_rows(inverse, head.to(tl.int64) * T + t, t < T)
+            p, dp = weights_and_gradients(
+                q, k, v, grad, lse_i, p_scale, t0, s0, outside, query_ids, band_logits, position_logits,
+                key_padding_mask, segment_ids, band_logits_t, position_logits_t,
                 T, S, K, left, start, scale,
                 BLOCK_BAND if PART == AT else BLOCK_T, BLOCK_S, CAUSAL, PART, True, LINE, PRECISION, UPCAST,
             )  # fmt: skip
             if grad_value is not None:
-                sum_value = multiply(weights.to(grad.dtype), grad, sum_value, PRECISION, UPCAST)
+                # dv = pᵀ · grad_output.
+                dv = multiply(p.to(grad.dtype), grad, dv, PRECISION, UPCAST)
             if grad_key is not None:
-                mean = tl.load(delta + head.to(tl.int64) * T + t, mask=t < T, other=0.0)
-                slopes = weights * (slopes - mean[None, :])
-                sum_key = multiply(slopes.to(q.dtype), q, sum_key, PRECISION, UPCAST)
+                delta_i = tl.load(delta + head.to(tl.int64) * T + t, mask=t < T, other=0.0)
+                # dk = dsᵀ · q, with ds = p * (dp - delta).
+                ds = p * (dp - delta_i[None, :])
+                dk = multiply(ds.to(q.dtype), q, dk, PRECISION, UPCAST)
     if grad_key is not None:
         grad_key = matrix_of(grad_key, b, m, grad_key_b, grad_key_m, UNIT)
-        store_rows(grad_key, s0, S, grad_key_t, sum_key * scale, BLOCK_S, D, BLOCK_D, UNIT)
+        store_rows(grad_key, s0, S, grad_key_t, dk * scale, BLOCK_S, D, BLOCK_D, UNIT)
     if grad_value is not None:
         grad_value = matrix_of(grad_value, b, m, grad_value_b, grad_value_m, UNIT)
-        store_rows(grad_value, s0, S, grad_value_t, sum_value, BLOCK_S, DV, BLOCK_DV, UNIT)
+        store_rows(grad_value, s0, S, grad_value_t, dv, BLOCK_S, DV, BLOCK_DV, UNIT)

@@ -90,7 +90,7 @@ def bounds(PART: tl.constexpr, begin, end, first, count, BLOCK: tl.constexpr, BL
 
 @triton.jit
 def logits_of(
-    q, k, t0, s0, outside, own, band_logits, position_logits, key_padding_mask, segment_ids, band_logits_t,
+    q, k, t0, s0, outside, query_ids, band_logits, position_logits, key_padding_mask, segment_ids, band_logits_t,
     position_logits_t, T, S, K, left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -120,7 +120,7 @@ def logits_of(
         kept = tl.load(key_padding_mask + s0 + keys, mask=keys < S - s0, other=1) == 0
         seen = seen & of_keys(kept, KEYS_FIRST)
     if segment_ids is not None:
-        seen = seen & (of_keys(ids_of(segment_ids, s0, S, BLOCK_S), KEYS_FIRST) == of_queries(own, KEYS_FIRST))
+        seen = seen & (of_keys(ids_of(segment_ids, s0, S, BLOCK_S), KEYS_FIRST) == of_queries(query_ids, KEYS_FIRST))
     if KEYS_FIRST:
         logits = tl.zeros((BLOCK_S, BLOCK_T), tl.float32)
     else:
@@ -153,26 +153,27 @@ def keys_seen(t0, S, start, BLOCK_T: tl.constexpr, CAUSAL: tl.constexpr):
 
 @triton.jit
 def weights_and_gradients(
-    q, k, v, grad, norm, factor, t0, s0, outside, own, band_logits, position_logits, key_padding_mask, segment_ids,
-    band_logits_t, position_logits_t, T, S, K,
+    q, k, v, grad, lse_i, p_scale, t0, s0, outside, query_ids, band_logits, position_logits, key_padding_mask,
+    segment_ids, band_logits_t, position_logits_t, T, S, K,
     left, start, scale,
     BLOCK_T: tl.constexpr, BLOCK_S: tl.constexpr, CAUSAL: tl.constexpr, PART: tl.constexpr, KEYS_FIRST: tl.constexpr,
     LINE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of weights and one of their gradients.
 
-    ``norm`` is the queries' log-sum-exp in units of log(2), as it was rounded; times ``factor``, weights sum to 1.
+    ``lse_i`` is the queries' log-sum-exp in units of log(2), as it was rounded; times ``p_scale``, weights sum to 1.
     """
     logits = logits_of(
-        q, k, t0, s0, outside, own, band_logits, position_logits, key_padding_mask, segment_ids, band_logits_t,
+        q, k, t0, s0, outside, query_ids, band_logits, position_logits, key_padding_mask, segment_ids, band_logits_t,
         position_logits_t, T, S, K, left, start, scale,
         BLOCK_T, BLOCK_S, CAUSAL, PART, KEYS_FIRST, LINE, PRECISION, UPCAST,
     )  # fmt: skip
+    # dp = grad_output · vᵀ, and the weights once more, from logits and log-sum-exp.
     if KEYS_FIRST:
-        slopes = multiply(v, tl.trans(grad), tl.zeros((BLOCK_S, BLOCK_T), tl.float32), PRECISION, UPCAST)
+        dp = multiply(v, tl.trans(grad), tl.zeros((BLOCK_S, BLOCK_T), tl.float32), PRECISION, UPCAST)
     else:
-        slopes = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
-    weights = tl.exp2(logits - of_queries(norm, KEYS_FIRST))
-    if factor is not None:
-        weights *= of_queries(factor, KEYS_FIRST)
-    return weights, slopes
+        dp = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
+    p = tl.exp2(logits - of_queries(lse_i, KEYS_FIRST))
+    if p_scale is not None:
+        p *= of_queries(p_scale, KEYS_FIRST)
+    return p, dp

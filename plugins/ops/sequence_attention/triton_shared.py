@@ -65,16 +65,16 @@ def differentiate_position(
         grad = matrix_of(grad_output, b, m, grad_output_b, grad_output_m, UNIT)
         grad = rows(grad, t0, T, grad_output_t, BLOCK_T, DV, BLOCK_DV, UNIT)
         row = (b.to(tl.int64) * M + m) * T + t
-        norm = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
-        mean = tl.load(delta + row, mask=t < T, other=0.0)
-        factor = of_rows(inverse, row, t < T)
+        lse_i = tl.load(lse + row, mask=t < T, other=float("inf")) * LOG2E
+        delta_i = tl.load(delta + row, mask=t < T, other=0.0)
+        p_scale = of_rows(inverse, row, t < T)
         outside = load_outside(
             matrix_of(outside_logits, b, m, outside_logits_b, outside_logits_m, 1), t0, T, outside_logits_t, BLOCK_T
         )
         lines = segments_of(segment_ids, b, period, S)
-        own = ids_of(lines, t0 + start, S, BLOCK_T)
-        weights, slopes = weights_and_gradients(
-            q, k, v, grad, norm, factor, t0, s0, outside, own, matrix_of(band_logits, b, m, band_logits_b,
+        query_ids = ids_of(lines, t0 + start, S, BLOCK_T)
+        p, dp = weights_and_gradients(
+            q, k, v, grad, lse_i, p_scale, t0, s0, outside, query_ids, matrix_of(band_logits, b, m, band_logits_b,
             band_logits_m, 1),
             matrix_of(position_logits, b, m, position_logits_b, position_logits_m, LINE),
             matrix_of(key_padding_mask, b, m, key_padding_mask_b, key_padding_mask_b * 0, 1), lines, band_logits_t,
@@ -82,14 +82,14 @@ def differentiate_position(
             T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, part_of_all, False, LINE, PRECISION, UPCAST,
         )  # fmt: skip
-        total += weights * (slopes - mean[:, None])
+        total += p * (dp - delta_i[:, None])
     place = part.to(tl.int64) * heads + head
     if EVERY_QUERY:
         tl.store(sums + place * S + s, tl.sum(total, 0), mask=s < S)
     else:
         t = own_t * BLOCK_T + tl.arange(0, BLOCK_T)
-        there = (t < T)[:, None] & (s < S)[None, :]
-        tl.store(sums + (place * T + t)[:, None] * S + s[None, :], total, mask=there)
+        valid = (t < T)[:, None] & (s < S)[None, :]
+        tl.store(sums + (place * T + t)[:, None] * S + s[None, :], total, mask=valid)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -130,27 +130,28 @@ def differentiate_windows(
             T, S, K, left, start, scale,
             BLOCK_T, BLOCK_S, CAUSAL, ALL, False, LINE, PRECISION, UPCAST,
         )  # fmt: skip
-        top = tl.max(logits, 1)
-        weights = tl.exp2(logits - tl.where(top == float("-inf"), 0.0, top)[:, None])
-        sum_weights = tl.sum(weights, 1)
-        weights /= tl.where(sum_weights == 0, 1.0, sum_weights)[:, None]
-        slopes = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
-        slopes = weights * (slopes - tl.sum(weights * slopes, 1)[:, None])
-        total += slopes
+        # All keys are in the tile: a plain softmax, and delta from the tile itself.
+        m_i = tl.max(logits, 1)
+        p = tl.exp2(logits - tl.where(m_i == float("-inf"), 0.0, m_i)[:, None])
+        l_i = tl.sum(p, 1)
+        p /= tl.where(l_i == 0, 1.0, l_i)[:, None]
+        dp = multiply(grad, tl.trans(v), tl.zeros((BLOCK_T, BLOCK_S), tl.float32), PRECISION, UPCAST)
+        ds = p * (dp - tl.sum(p * dp, 1)[:, None])
+        total += ds
         if grad_query is not None:
-            sum_query = multiply(slopes.to(k.dtype), k, tl.zeros((BLOCK_T, BLOCK_D), tl.float32), PRECISION, UPCAST)
+            dq = multiply(ds.to(k.dtype), k, tl.zeros((BLOCK_T, BLOCK_D), tl.float32), PRECISION, UPCAST)
             place = matrix_of(grad_query, b, m, grad_query_b, grad_query_m, UNIT)
-            store_rows(place, 0, T, grad_query_t, sum_query * scale, BLOCK_T, D, BLOCK_D, UNIT)
+            store_rows(place, 0, T, grad_query_t, dq * scale, BLOCK_T, D, BLOCK_D, UNIT)
         if grad_key is not None:
             zeros = tl.zeros((BLOCK_S, BLOCK_D), tl.float32)
-            sum_key = multiply(tl.trans(slopes.to(q.dtype)), q, zeros, PRECISION, UPCAST)
+            dk = multiply(tl.trans(ds.to(q.dtype)), q, zeros, PRECISION, UPCAST)
             place = matrix_of(grad_key, b, m, grad_key_b, grad_key_m, UNIT)
-            store_rows(place, 0, S, grad_key_t, sum_key * scale, BLOCK_S, D, BLOCK_D, UNIT)
+            store_rows(place, 0, S, grad_key_t, dk * scale, BLOCK_S, D, BLOCK_D, UNIT)
         if grad_value is not None:
             zeros = tl.zeros((BLOCK_S, BLOCK_DV), tl.float32)
-            sum_value = multiply(tl.trans(weights.to(grad.dtype)), grad, zeros, PRECISION, UPCAST)
+            dv = multiply(tl.trans(p.to(grad.dtype)), grad, zeros, PRECISION, UPCAST)
             place = matrix_of(grad_value, b, m, grad_value_b, grad_value_m, UNIT)
-            store_rows(place, 0, S, grad_value_t, sum_value, BLOCK_S, DV, BLOCK_DV, UNIT)
+            store_rows(place, 0, S, grad_value_t, dv, BLOCK_S, DV, BLOCK_DV, UNIT)
     if sums is not None:
         t, s = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_S)
         place = sums + tl.program_id(0).to(tl.int64) * T * S + t[:, None] * S + s[None, :]

@@ -110,7 +110,7 @@ def backward(
             position = position.new_empty(full, dtype=torch.float32)
     call = _Call(terms, options, grad_output=grad_output, grad_query=query, grad_key=key, grad_value=value)
     lse = lse.contiguous()
-    sums = dict(lse=lse, mean=torch.empty_like(lse))
+    sums = dict(lse=lse, delta=torch.empty_like(lse))
     if query is not None or key is not None or position is not None:
         call.launch(kernels.gradients_of_queries, Hq * Wq, **sums, grad_position_logits=position)
     if key is not None or value is not None:

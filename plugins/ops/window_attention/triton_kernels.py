@@ -95,7 +95,7 @@ def attend(
     """Write the output and the log-sum-exp of a block of queries, by a softmax that goes on from tap to tap."""
     b, m, first = _place(M, Hq * Wq, BLOCK)
     n = first + tl.arange(0, BLOCK)
-    there = n < Hq * Wq
+    valid = n < Hq * Wq
     row = n // Wq
     column = n % Wq
     value += (b * value_b + m * value_m) * UNIT
@@ -104,42 +104,43 @@ def attend(
     if query is not None:
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
-        q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
+        q = _load(query, row, column, query_h, query_w, valid, D, WIDE_D, UNIT)
     if position_logits is not None:
         position_logits += b * position_logits_b + m * position_logits_m
     top = _first_key(row, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
     left = _first_key(column, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
-    highest = tl.full((BLOCK,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    mixed = tl.zeros((BLOCK, WIDE_DV), tl.float32)
+    m_i = tl.full((BLOCK,), float("-inf"), tl.float32)
+    l_i = tl.zeros((BLOCK,), tl.float32)
+    acc = tl.zeros((BLOCK, WIDE_DV), tl.float32)
     for y in range(0, taps_y):
         for x in range(0, taps_x):
             h = top + y * step_y
             w = left + x * step_x
-            inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
+            inside = valid & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
             k = None
             if query is not None:
                 k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
             v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
             at = (n * taps_y + y) * taps_x + x
-            logits = _logits(q, k, position_logits, at, there, inside, scale, BLOCK, EXCLUDE)
-            higher = tl.maximum(highest, logits)
-            finite = tl.where(higher > float("-inf"), higher, 0.0)  # all masked so far: every weight is exp(-inf)
-            weights = tl.exp(logits - finite)
-            faded = tl.exp(highest - finite)
-            total = total * faded + weights
-            mixed = mixed * faded[:, None] + weights[:, None] * v
-            highest = higher
-    masked = total == 0
-    total = tl.where(masked, 1.0, total)
-    _store(output, mixed / total[:, None], row, column, output_h, output_w, there, DV, WIDE_DV, UNIT)
-    sums = tl.where(masked, float("inf"), highest + tl.log(total))  # +inf gives weights of 0
-    tl.store(lse + (b * M + m) * Hq * Wq + n, sums, mask=there)
+            logits = _logits(q, k, position_logits, at, valid, inside, scale, BLOCK, EXCLUDE)
+            # The online softmax: a new maximum rescales the sum and the accumulator so far.
+            m_new = tl.maximum(m_i, logits)
+            m_safe = tl.where(m_new > float("-inf"), m_new, 0.0)  # all masked so far: every weight is exp(-inf)
+            p = tl.exp(logits - m_safe)
+            alpha = tl.exp(m_i - m_safe)
+            l_i = l_i * alpha + p
+            acc = acc * alpha[:, None] + p[:, None] * v
+            m_i = m_new
+    masked = l_i == 0
+    l_i = tl.where(masked, 1.0, l_i)
+    _store(output, acc / l_i[:, None], row, column, output_h, output_w, valid, DV, WIDE_DV, UNIT)
+    lse_i = tl.where(masked, float("inf"), m_i + tl.log(l_i))  # +inf gives weights of 0
+    tl.store(lse + (b * M + m) * Hq * Wq + n, lse_i, mask=valid)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradients_of_queries(
-    value, query, key, position_logits, grad_output, lse, mean, grad_query, grad_position_logits,
+    value, query, key, position_logits, grad_output, lse, delta, grad_query, grad_position_logits,
     scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
     position_logits_b, position_logits_m,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
@@ -154,59 +155,60 @@ def gradients_of_queries(
     """
     b, m, first = _place(M, Hq * Wq, BLOCK)
     n = first + tl.arange(0, BLOCK)
-    there = n < Hq * Wq
+    valid = n < Hq * Wq
     row = n // Wq
     column = n % Wq
     value += (b * value_b + m * value_m) * UNIT
     grad_output += (b * grad_output_b + m * grad_output_m) * UNIT
     lse += (b * M + m) * Hq * Wq
-    mean += (b * M + m) * Hq * Wq
+    delta += (b * M + m) * Hq * Wq
     q = None
     if query is not None:
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
-        q = _load(query, row, column, query_h, query_w, there, D, WIDE_D, UNIT)
+        q = _load(query, row, column, query_h, query_w, valid, D, WIDE_D, UNIT)
     if position_logits is not None:
         position_logits += b * position_logits_b + m * position_logits_m
     if grad_position_logits is not None:
         grad_position_logits += (b * M + m) * Hq * Wq * taps_y * taps_x
-    slope = _load(grad_output, row, column, grad_output_h, grad_output_w, there, DV, WIDE_DV, UNIT)
-    sums = tl.load(lse + n, mask=there, other=float("inf"))
+    do = _load(grad_output, row, column, grad_output_h, grad_output_w, valid, DV, WIDE_DV, UNIT)
+    lse_i = tl.load(lse + n, mask=valid, other=float("inf"))
     top = _first_key(row, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
     left = _first_key(column, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
-    average = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK, WIDE_D), tl.float32)
-    for turn in tl.static_range(2):
+    delta_i = tl.zeros((BLOCK,), tl.float32)
+    dq = tl.zeros((BLOCK, WIDE_D), tl.float32)
+    for attempt in tl.static_range(2):
         for y in range(0, taps_y):
             for x in range(0, taps_x):
                 h = top + y * step_y
                 w = left + x * step_x
-                inside = there & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
+                inside = valid & (h >= 0) & (h < Hk) & (w >= 0) & (w < Wk)
                 k = None
                 if query is not None:
                     k = _load(key, h, w, key_h, key_w, inside, D, WIDE_D, UNIT)
                 v = _load(value, h, w, value_h, value_w, inside, DV, WIDE_DV, UNIT)
                 at = (n * taps_y + y) * taps_x + x
-                weights = tl.exp(_logits(q, k, position_logits, at, there, inside, scale, BLOCK, EXCLUDE) - sums)
-                of_weights = tl.sum(slope * v, 1)
-                if turn == 0:
-                    average += weights * of_weights
+                p = tl.exp(_logits(q, k, position_logits, at, valid, inside, scale, BLOCK, EXCLUDE) - lse_i)
+                dp = tl.sum(do * v, 1)
+                if attempt == 0:
+                    delta_i += p * dp
                 else:
-                    of_logits = weights * (of_weights - average)
+                    # The softmax's gradient: ds = p * (dp - delta).
+                    ds = p * (dp - delta_i)
                     if grad_query is not None:
-                        total += of_logits[:, None] * k
+                        dq += ds[:, None] * k
                     if grad_position_logits is not None:
-                        of_logits = of_logits.to(grad_position_logits.dtype.element_ty)
-                        tl.store(grad_position_logits + at, of_logits, mask=there)
-    tl.store(mean + n, average, mask=there)
+                        ds = ds.to(grad_position_logits.dtype.element_ty)
+                        tl.store(grad_position_logits + at, ds, mask=valid)
+    tl.store(delta + n, delta_i, mask=valid)
     if grad_query is not None:
         grad_query += (b * grad_query_b + m * grad_query_m) * UNIT
-        _store(grad_query, total * scale, row, column, grad_query_h, grad_query_w, there, D, WIDE_D, UNIT)
+        _store(grad_query, dq * scale, row, column, grad_query_h, grad_query_w, valid, D, WIDE_D, UNIT)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def gradients_of_keys(
-    value, query, key, position_logits, grad_output, lse, mean, grad_key, grad_value,
+    value, query, key, position_logits, grad_output, lse, delta, grad_key, grad_value,
     scale, M, Hq, Wq, Hk, Wk, taps_y, taps_x, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
     position_logits_b, position_logits_m,
     value_b, value_m, value_h, value_w, query_b, query_m, query_h, query_w, key_b, key_m, key_h, key_w,
@@ -218,23 +220,23 @@ def gradients_of_keys(
     """Write the gradients of a block of keys and values, which each tap gets from one query or none."""
     b, m, first = _place(M, Hk * Wk, BLOCK)
     n = first + tl.arange(0, BLOCK)
-    there = n < Hk * Wk
+    valid = n < Hk * Wk
     row = n // Wk
     column = n % Wk
     grad_output += (b * grad_output_b + m * grad_output_m) * UNIT
     lse += (b * M + m) * Hq * Wq
-    mean += (b * M + m) * Hq * Wq
+    delta += (b * M + m) * Hq * Wq
     k = None
     if query is not None:
         key += (b * key_b + m * key_m) * UNIT
         query += (b * query_b + m * query_m) * UNIT
-        k = _load(key, row, column, key_h, key_w, there, D, WIDE_D, UNIT)
+        k = _load(key, row, column, key_h, key_w, valid, D, WIDE_D, UNIT)
     if position_logits is not None:
         position_logits += b * position_logits_b + m * position_logits_m
     value += (b * value_b + m * value_m) * UNIT
-    v = _load(value, row, column, value_h, value_w, there, DV, WIDE_DV, UNIT)
-    of_key = tl.zeros((BLOCK, WIDE_D), tl.float32)
-    of_value = tl.zeros((BLOCK, WIDE_DV), tl.float32)
+    v = _load(value, row, column, value_h, value_w, valid, DV, WIDE_DV, UNIT)
+    dk = tl.zeros((BLOCK, WIDE_D), tl.float32)
+    dv = tl.zeros((BLOCK, WIDE_DV), tl.float32)
     # A moved window also has keys that are farther away.
     rows = 2 * taps_y - 1 if INSIDE else taps_y
     columns = 2 * taps_x - 1 if INSIDE else taps_x
@@ -242,23 +244,23 @@ def gradients_of_keys(
         h, y, in_rows = _query(row, i, Hq, Hk, taps_y, stride_y, pad_y, step_y, INSIDE)
         for j in range(0, columns):
             w, x, in_columns = _query(column, j, Wq, Wk, taps_x, stride_x, pad_x, step_x, INSIDE)
-            inside = there & in_rows & in_columns
+            inside = valid & in_rows & in_columns
             q = None
             if query is not None:
                 q = _load(query, h, w, query_h, query_w, inside, D, WIDE_D, UNIT)
-            slope = _load(grad_output, h, w, grad_output_h, grad_output_w, inside, DV, WIDE_DV, UNIT)
+            do = _load(grad_output, h, w, grad_output_h, grad_output_w, inside, DV, WIDE_DV, UNIT)
             place = h * Wq + w
             at = (place * taps_y + y) * taps_x + x
-            sums = tl.load(lse + place, mask=inside, other=float("inf"))
-            weights = tl.exp(_logits(q, k, position_logits, at, inside, inside, scale, BLOCK, EXCLUDE) - sums)
+            lse_i = tl.load(lse + place, mask=inside, other=float("inf"))
+            p = tl.exp(_logits(q, k, position_logits, at, inside, inside, scale, BLOCK, EXCLUDE) - lse_i)
             if grad_value is not None:
-                of_value += weights[:, None] * slope
+                dv += p[:, None] * do
             if grad_key is not None:
-                average = tl.load(mean + place, mask=inside, other=0.0)
-                of_key += (weights * (tl.sum(slope * v, 1) - average))[:, None] * q
+                delta_i = tl.load(delta + place, mask=inside, other=0.0)
+                dk += (p * (tl.sum(do * v, 1) - delta_i))[:, None] * q
     if grad_value is not None:
         grad_value += (b * grad_value_b + m * grad_value_m) * UNIT
-        _store(grad_value, of_value, row, column, grad_value_h, grad_value_w, there, DV, WIDE_DV, UNIT)
+        _store(grad_value, dv, row, column, grad_value_h, grad_value_w, valid, DV, WIDE_DV, UNIT)
     if grad_key is not None:
         grad_key += (b * grad_key_b + m * grad_key_m) * UNIT
-        _store(grad_key, of_key * scale, row, column, grad_key_h, grad_key_w, there, D, WIDE_D, UNIT)
+        _store(grad_key, dk * scale, row, column, grad_key_h, grad_key_w, valid, D, WIDE_D, UNIT)
