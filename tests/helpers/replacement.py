@@ -6,7 +6,7 @@ import copy
 import io
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import openvino
+import pytest
 import torch
 from accelerate import cpu_offload, infer_auto_device_map
 from accelerate.utils.dataclasses import get_module_class_from_name
@@ -353,6 +354,24 @@ COLUMNS: dict[str, Scenario] = {
     "non-finite inputs": non_finite,
     "OpenVINO": converted,
 }
+
+
+COMPILED = ("`torch.compile`", "`layer.compile()`, copies", "`torch.export`", "OpenVINO")  # 3 to 12 seconds a cell
+
+
+def cells(rows: Iterable[str], slow: Container[str] = ()) -> list:
+    """Return rows and columns of the tables as cases of a test.
+
+    ``make test`` leaves out what compiles, except in the first row, and the rows named ``slow``.
+    """
+    first = next(iter(rows))
+    return [
+        pytest.param(
+            row, column, marks=[pytest.mark.slow] if row in slow or (row != first and column in COMPILED) else []
+        )
+        for row in rows
+        for column in COLUMNS
+    ]
 
 
 def printed(layer: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from attn_plugins.mmcv.replace_attention import exchange
 from attn_plugins.timm import accelerate
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, cells, drawn, printed, rand, verdict
 from tests.mm.drop_in_helpers import STOCK, drop_in, ours, restore, stock_layers  # noqa: F401 - a fixture
 from tools.bench import compiled_mmcv
 
@@ -170,8 +170,7 @@ LAYERS = {
 UNTRACED = ("`torch.export`", "`torch.compile`", "`torch.fx`", "`torch.jit.script`", "OpenVINO")
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name, column", cells(LAYERS))
 def test_a_cell(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")
@@ -182,12 +181,12 @@ def main() -> None:
     print("| layer | " + " | ".join(COLUMNS) + " |")
     print("| --- " * (len(COLUMNS) + 1) + "|")
     for name, layer in LAYERS.items():
-        cells = []
+        verdicts = []
         for scenario in COLUMNS.values():
             try:
-                cells.append(verdict(layer, scenario))
+                verdicts.append(verdict(layer, scenario))
             except Exception as error:
-                cells.append(f"WRONG {error}"[:600])
+                verdicts.append(f"WRONG {error}"[:600])
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from attn_plugins.transformers import accelerate
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, cells, drawn, printed, rand, verdict
 
 transformers = pytest.importorskip("transformers")
 SHAPES = [(6, 8), (3, 4)]
@@ -44,7 +44,6 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name, column", cells(LAYERS))
 def test_a_cell(name, column):
     assert verdict(LAYERS[name], COLUMNS[column]) == printed(name)[column]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attn_plugins.replacement import fits
 from attn_plugins.transformers import accelerate, swin
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, Watch, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, Watch, cells, drawn, printed, rand, verdict
 
 transformers = pytest.importorskip("transformers")
 
@@ -21,7 +21,10 @@ FAMILIES = {place.layer.removesuffix("Layer"): place for place in swin.PLACES}
 ROWS = {
     "Swin": "`accelerate`, transformers' Swin",
     "Swinv2": "`accelerate`, transformers' Swin V2",
+    "Swin2SR": "`accelerate`, transformers' Swin V2",
     "DonutSwin": "`accelerate`, transformers' Swin of Donut",
+    "ClapAudio": "`accelerate`, transformers' Swin of Donut",
+    "MaskFormerSwin": "`accelerate`, transformers' Swin of Donut",
 }
 ALWAYS = {"Swin", "DonutSwin", "ClapAudio"}  # families whose layers can be asked never to shrink their windows
 SIZES = [(8, 12), (7, 9), (4, 6)]  # whole windows, padding, and a map that one window covers along one axis
@@ -70,8 +73,7 @@ def runs_ours(module: Callable[..., Any], *args: Any, **options: Any) -> bool:
     return watch.seen
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name, column", cells(ROWS, slow=("ClapAudio", "MaskFormerSwin", "Swin2SR")))
 def test_a_cell(name, column):
     matrix = Layer(partial(layer, name), ours, lambda: (tokens(),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[name])[column]
