@@ -365,13 +365,12 @@ def cells(rows: Iterable[str], slow: Container[str] = ()) -> list:
     ``make test`` leaves out what compiles, except in the first row, and the rows named ``slow``.
     """
     first = next(iter(rows))
-    return [
-        pytest.param(
-            row, column, marks=[pytest.mark.slow] if row in slow or (row != first and column in COMPILED) else []
-        )
-        for row in rows
-        for column in COLUMNS
-    ]
+
+    def case(row: str, column: str) -> Any:
+        is_slow = row in slow or (row != first and column in COMPILED)
+        return pytest.param(row, column, marks=[pytest.mark.slow] if is_slow else [])
+
+    return [case(row, column) for row in rows for column in COLUMNS]
 
 
 def printed(layer: str) -> dict[str, str]:

@@ -187,7 +187,7 @@ def main() -> None:
                 verdicts.append(verdict(layer, scenario))
             except Exception as error:
                 verdicts.append(f"WRONG {error}"[:600])
-        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+        print(f"| {name} | " + " | ".join(verdicts) + " |", flush=True)
 
 
 if __name__ == "__main__":

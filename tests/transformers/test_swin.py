@@ -20,11 +20,11 @@ transformers = pytest.importorskip("transformers")
 FAMILIES = {place.layer.removesuffix("Layer"): place for place in swin.PLACES}
 ROWS = {
     "Swin": "`accelerate`, transformers' Swin",
-    "Swinv2": "`accelerate`, transformers' Swin V2",
-    "Swin2SR": "`accelerate`, transformers' Swin V2",
-    "DonutSwin": "`accelerate`, transformers' Swin of Donut",
-    "ClapAudio": "`accelerate`, transformers' Swin of Donut",
-    "MaskFormerSwin": "`accelerate`, transformers' Swin of Donut",
+    "Swinv2": "`accelerate`, transformers' Swin V2, Swin2SR",
+    "Swin2SR": "`accelerate`, transformers' Swin V2, Swin2SR",
+    "DonutSwin": "`accelerate`, transformers' Swin of Donut, CLAP, MaskFormer",
+    "ClapAudio": "`accelerate`, transformers' Swin of Donut, CLAP, MaskFormer",
+    "MaskFormerSwin": "`accelerate`, transformers' Swin of Donut, CLAP, MaskFormer",
 }
 ALWAYS = {"Swin", "DonutSwin", "ClapAudio"}  # families whose layers can be asked never to shrink their windows
 SIZES = [(8, 12), (7, 9), (4, 6)]  # whole windows, padding, and a map that one window covers along one axis
