@@ -69,7 +69,8 @@ class ViTAdapter(modules.ViTAdapter, _FromTimm):
         ImportError: timm is not installed.
         FileNotFoundError: ``pretrained`` is no file.
         RuntimeError: timm cannot load the weights.
-        TypeError: ``vit`` is no vision transformer like timm's ``VisionTransformer`` and ``Eva``.
+        TypeError: ``vit`` is no vision transformer like timm's ``VisionTransformer``, ``Eva`` and
+            ``VisionTransformerSAM``.
         ValueError: An argument is out of range.
     """
 
@@ -126,10 +127,10 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
     Raises:
         FileNotFoundError: ``pretrained`` is no file.
         RuntimeError: timm cannot load the weights.
-        TypeError: The model is no vision transformer like ``VisionTransformer`` and ``Eva``.
+        TypeError: The model is no ``VisionTransformer``, ``Eva`` or ``VisionTransformerSAM``.
     """
     timm = import_timm("a ViT backbone is")
-    given: dict[str, Any] = {**(options or {}), "dynamic_img_size": True}
+    given = dict(options or {})
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained must be True, False or the path of a file, got {pretrained!r}")
@@ -137,10 +138,15 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
         classes = {"num_classes": given["num_classes"]} if "num_classes" in given else {}
         given["pretrained_cfg_overlay"] = dict(file=pretrained, **classes)
     try:
-        model = timm.create_model(name, pretrained=bool(pretrained), **given)
+        if _is_sam(timm, name):  # takes pictures of any size as it is
+            model = timm.create_model(name, pretrained=bool(pretrained), **given)
+        else:
+            model = timm.create_model(name, pretrained=bool(pretrained), **{**given, "dynamic_img_size": True})
     except Exception as error:
         if "dynamic_img_size" in str(error):
-            raise TypeError(f"vit must be a VisionTransformer or Eva of timm, got {name!r}: {error}") from error
+            raise TypeError(
+                f"vit must be a VisionTransformer, Eva or VisionTransformerSAM of timm, got {name!r}: {error}"
+            ) from error
         if pretrained:
             raise RuntimeError(
                 f"timm cannot load the weights of {name} by pretrained={pretrained!r}; without a network, pretrained "
@@ -149,6 +155,10 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
         raise
     model.prune_intermediate_layers(len(model.blocks), prune_norm=True, prune_head=True)
     return model
+
+
+def _is_sam(timm: Any, name: str) -> bool:
+    return timm.is_model(name) and timm.models.model_entrypoint(name).__module__.endswith("vision_transformer_sam")
 
 
 _OFFICIAL = (  # patterns of the paper's parameters, and our names

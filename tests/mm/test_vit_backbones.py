@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import attn_plugins.mmcv
+from attn_plugins import accelerate, restore
 from tests.mm.mm_helpers import ROOT, without_downloads
 
 SMALL: dict[str, Any] = dict(embed_dim=24, depth=3, num_heads=2, img_size=64)
@@ -94,6 +95,29 @@ def test_timms_weights_from_a_file(kind, suffix, classes, tmp_path):
     assert not any(name.startswith(("head", "norm.", "fc_norm")) for name in vit.state_dict())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["ViTAdapter", "ViTPyramid"])
+def test_windows_and_decomposed_positions(kind):
+    """ViTDet's own blocks, timm's ``VisionTransformerSAM``: its features at first, at the size of training and another."""
+    windows = dict(embed_dim=24, depth=3, num_heads=2, img_size=64, window_size=3, global_attn_indexes=(1,))
+    model = backbone(kind, vit="samvit_base_patch16", vit_kwargs=windows).eval()
+    for parameter in model.vit.parameters():
+        parameter.normal_(0, 0.2)
+    seen = {}
+    model.vit.blocks[2].register_forward_hook(lambda module, inputs, output: seen.update(last=output))
+    for size in ((64, 64), (80, 50)):
+        x = torch.randn(2, 3, *size)
+        maps = model(x)
+        assert [tuple(f.shape[2:]) for f in maps] == [tuple(-(-n // s) for n in size) for s in (4, 8, 16, 32)]
+        found = seen["last"].permute(0, 3, 1, 2)
+        alone = model.vit.forward_features(nn.functional.pad(x, (0, -size[1] % 16, 0, -size[0] % 16)))
+        torch.testing.assert_close(found, alone)
+        assert len(accelerate(model, onednn=False)) == 3
+        for ours, stock in zip(model(x), maps):
+            torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+        restore(model)
+
+
 def test_weights_that_do_not_load(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"pretrained must be True, False or the path of a file, got '.*none.pth'"
@@ -114,7 +138,7 @@ def test_weights_that_do_not_load(tmp_path):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        (dict(vit="resnet18", vit_kwargs={}), TypeError, "vit must be a VisionTransformer or Eva of timm, got 'resn"),
+        (dict(vit="resnet18", vit_kwargs={}), TypeError, "vit must be a VisionTransformer, Eva or .*, got 'resn"),
         (dict(vit="naflexvit_base_patch16_gap", vit_kwargs={}), TypeError, "got 'naflexvit_base_patch16_gap'"),
         (dict(freeze_vit=4), ValueError, "freeze_vit must be True, False, or how many of the 3 blocks .* got 4"),
         (dict(freeze_vit="all"), ValueError, "freeze_vit must be True, False, .* got 'all'"),

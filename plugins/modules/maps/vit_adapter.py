@@ -249,14 +249,14 @@ class ViTAdapter(ViTBackbone):
         levels, patches = [(size, (s, s)) for size, s in zip(sizes, STRIDES[1:])], [(grid, self.patch_size)]
         on_levels = reference_points(patches, levels, x.device)
         on_patches = reference_points(levels, patches, x.device)
-        prefix = self.vit.num_prefix_tokens
+        prefix = self.num_prefix_tokens
         layer: Any
         features = []
         for (first, last), layer in zip(self.interaction_indexes, self.interactions):
             if "injector" in layer:
                 injected = self.checkpointed(layer["injector"], tokens[:, prefix:], c, on_levels, sizes)
                 tokens = torch.cat((tokens[:, :prefix], injected), 1)
-            tokens = self.run(tokens, first, last, rotary)
+            tokens = self.run(tokens, grid, first, last, rotary)
             features.append(tokens)
             for extractor in (layer["extractor"], *layer["extra_extractors"]):
                 c = self.checkpointed(extractor, c, tokens[:, prefix:], on_patches, grid, sizes)

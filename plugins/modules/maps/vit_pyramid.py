@@ -77,7 +77,7 @@ class ViTPyramid(ViTBackbone):
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         tokens, grid, rotary = self.embed(x)
-        tokens = self.run(tokens, 0, len(self.vit.blocks) - 1, rotary)
+        tokens = self.run(tokens, grid, 0, len(self.vit.blocks) - 1, rotary)
         last = resample(self.patches(tokens, grid), self.patch_size, 16, cells(x, (16, 16)))
         maps = []
         for scale, stride in zip(self.scales, (4, 8, 16, 32)):

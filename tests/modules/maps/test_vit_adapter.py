@@ -199,8 +199,8 @@ def test_deformable_attention_finds_the_cell_itself():
 
 def test_at_first_the_transformer_computes_what_it_does_alone():
     model, x = adapter(), torch.randn(2, 3, 50, 70)
-    tokens, _, rotary = model.embed(x)
-    alone = model.run(tokens, 0, 1, rotary)
+    tokens, grid, rotary = model.embed(x)
+    alone = model.run(tokens, grid, 0, 1, rotary)
     seen = {}
     model.vit.blocks[1].register_forward_hook(lambda module, inputs, output: seen.update(tokens=output))
     model(x)
@@ -288,7 +288,7 @@ def test_the_pyramid_is_vitdets():
     model = randomised(ViTPyramid(TinyViT(), 6, num_outs=5)).eval()
     x = torch.randn(2, 3, 64, 96)
     tokens, grid, rotary = model.embed(x)
-    last = map_of(model.run(tokens, 0, 1, rotary)[:, 1:], *grid)
+    last = map_of(model.run(tokens, grid, 0, 1, rotary)[:, 1:], *grid)
 
     def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
         mean, var = x.mean(1, keepdim=True), x.var(1, correction=0, keepdim=True)

@@ -15,16 +15,20 @@ from ....ops.common.axes import unflatten
 from ...common.checks import check_map
 
 Size = tuple[int, int]
-_PARTS = ("patch_embed", "_pos_embed", "norm_pre", "blocks", "embed_dim", "num_prefix_tokens", "dynamic_img_size")
+_PARTS = ("patch_embed", "norm_pre", "blocks", "embed_dim")
+_OF_TOKENS = ("_pos_embed", "num_prefix_tokens", "dynamic_img_size")
+_OF_MAPS = ("pos_embed", "pos_drop")
 
 
 class ViTBackbone(nn.Module):
     """Base of backbones that run the blocks of a vision transformer.
 
     Args:
-        vit: The transformer, with the attributes of timm's ``VisionTransformer`` and ``Eva``: ``patch_embed``,
-            ``_pos_embed``, ``norm_pre``, ``blocks``, ``embed_dim``, ``num_prefix_tokens`` and ``dynamic_img_size``,
-            which must be True. Its ``norm`` and head are not used.
+        vit: The transformer, with the attributes ``patch_embed``, ``norm_pre``, ``blocks`` and ``embed_dim`` of timm's,
+            and either ``_pos_embed``, ``num_prefix_tokens`` and ``dynamic_img_size``, which must be True, of
+            ``VisionTransformer`` and ``Eva``; or ``pos_embed``, (1, H, W, C) or None, and ``pos_drop`` of
+            ``VisionTransformerSAM``, whose blocks compute maps (B, H, W, C), in windows too. Its ``norm``, neck and
+            head are not used.
         with_cp: Use activation checkpointing in training.
 
     Raises:
@@ -34,16 +38,19 @@ class ViTBackbone(nn.Module):
 
     def __init__(self, vit: nn.Module, with_cp: bool = False) -> None:
         super().__init__()
-        missing = ", ".join(name for name in _PARTS if not hasattr(vit, name))
+        self.on_maps = on_maps(vit)
+        parts = _PARTS if self.on_maps else (*_PARTS, *_OF_TOKENS)
+        missing = ", ".join(name for name in parts if not hasattr(vit, name))
         if missing:
             raise TypeError(f"vit must be like timm's VisionTransformer, got {type(vit).__name__} without {missing}")
         self.vit = cast(Any, vit)
-        if not self.vit.dynamic_img_size:
+        if not (self.on_maps or self.vit.dynamic_img_size):
             raise ValueError("vit must accept pictures of any size: create it with dynamic_img_size=True")
         if not isinstance(getattr(self.vit, "patch_drop", None), (nn.Identity, type(None))):
             raise ValueError("vit must keep all patches: create it with patch_drop_rate=0")
         self.with_cp = with_cp
         self.embed_dim: int = self.vit.embed_dim
+        self.num_prefix_tokens: int = 0 if self.on_maps else self.vit.num_prefix_tokens
         self.in_channels: int = getattr(self.vit, "in_chans", 3)
         size = self.vit.patch_embed.patch_size
         self.patch_size: Size = (size, size) if isinstance(size, int) else tuple(size)
@@ -58,12 +65,30 @@ class ViTBackbone(nn.Module):
         patches = self.vit.patch_embed(_padded(x, H * self.patch_size[0], W * self.patch_size[1]))
         if patches.dim() != 4 or patches.shape[1:3] != (H, W):
             raise ValueError(f"vit.patch_embed must return (B, {H}, {W}, C), got {tuple(patches.shape)}")
+        if self.on_maps:
+            return self.vit.norm_pre(self.vit.pos_drop(self._with_positions(patches))).flatten(1, 2), (H, W), None
         tokens = self.vit._pos_embed(patches)
         tokens, rotary = tokens if isinstance(tokens, tuple) else (tokens, None)
         return self.vit.norm_pre(tokens), (H, W), rotary
 
-    def run(self, tokens: Tensor, first: int, last: int, rotary: Tensor | None) -> Tensor:
+    def _with_positions(self, patches: Tensor) -> Tensor:
+        """Add absolute positions to (B, H, W, C), interpolated as timm does."""
+        positions = self.vit.pos_embed
+        if positions is None:
+            return patches
+        if positions.shape[1:3] != patches.shape[1:3]:
+            moved = positions.float().permute(0, 3, 1, 2)
+            moved = F.interpolate(moved, size=patches.shape[1:3], mode="bicubic", antialias=True)
+            positions = moved.permute(0, 2, 3, 1).to(positions.dtype)
+        return patches + positions
+
+    def run(self, tokens: Tensor, grid: Size, first: int, last: int, rotary: Tensor | None) -> Tensor:
         """Apply the blocks from number ``first`` to number ``last``."""
+        if self.on_maps:
+            x = unflatten(tokens, 1, grid)
+            for number in range(first, last + 1):
+                x = self.checkpointed(self.vit.blocks[number], x)
+            return x.flatten(1, 2)
         for number in range(first, last + 1):
             options = {}
             if rotary is not None:
@@ -79,7 +104,12 @@ class ViTBackbone(nn.Module):
 
     def patches(self, tokens: Tensor, grid: Size) -> Tensor:
         """Return the map (B, C, H, W) of tokens, without class tokens and registers."""
-        return to_map(tokens[:, self.vit.num_prefix_tokens :], grid)
+        return to_map(tokens[:, self.num_prefix_tokens :], grid)
+
+
+def on_maps(vit: nn.Module) -> bool:
+    """Return whether a transformer's blocks compute maps, as those of timm's ``VisionTransformerSAM`` do."""
+    return not hasattr(vit, "_pos_embed") and all(hasattr(vit, name) for name in _OF_MAPS)
 
 
 def cells(x: Tensor, stride: Size) -> Size:
