@@ -98,7 +98,7 @@ def test_timms_weights_from_a_file(kind, suffix, classes, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["ViTAdapter", "ViTPyramid"])
 def test_windows_and_decomposed_positions(kind):
-    """ViTDet's own blocks, timm's ``VisionTransformerSAM``: its features at first, at the size of training and another."""
+    """Blocks of timm's ``VisionTransformerSAM``, ViTDet's own: at first its features, at any size."""
     windows = dict(embed_dim=24, depth=3, num_heads=2, img_size=64, window_size=3, global_attn_indexes=(1,))
     model = backbone(kind, vit="samvit_base_patch16", vit_kwargs=windows).eval()
     for parameter in model.vit.parameters():
