@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,18 @@ PLACES = {
     "x is NaN": (NAN, 0.4), "y is NaN": (0.4, NAN), "both are": (NAN, NAN), "x is infinite": (INF, 0.4),
     "y is -infinite": (0.4, -INF), "NaN beside the map": (5.0, NAN), "far away": (1e30, 0.4),
 }  # fmt: skip
+
+
+def cases() -> Iterator[Any]:
+    """Every backend and place; Triton's interpreter, which takes some 15 seconds, in the first place by default."""
+    for case in by.args[1]:
+        values, marks = (case.values, case.marks) if isinstance(case, type(pytest.param())) else (case, ())
+        for place in PLACES:
+            interpreted = values[1:] == ("triton", "cpu") and place != "x is NaN"
+            yield pytest.param(*values, place, marks=[*marks, *([pytest.mark.slow] if interpreted else [])])
+
+
+everywhere = pytest.mark.parametrize("name, backend, device, place", cases())
 
 
 def spoilt(some: Example, place: tuple[float, float]) -> Example:
@@ -69,17 +82,15 @@ def small() -> tuple[Example, Tensor]:
     return some, torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(0))
 
 
-@by
+@everywhere
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
-@pytest.mark.parametrize("place", PLACES)
 def test_propagated_as_by_grid_sample(name, backend, device, place):
     some, grad_output = small()
     check(spoilt(some, PLACES[place]), backend, device, grad_output)
 
 
-@by
+@everywhere
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
-@pytest.mark.parametrize("place", PLACES)
 def test_read_as_zero_unless_asked(name, backend, device, place):
     some, grad_output = small()
     leaves = {n: t.to(device).requires_grad_() for n, t in spoilt(some, PLACES[place]).tensors.items()}
