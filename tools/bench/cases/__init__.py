@@ -13,9 +13,14 @@ NAMES = (
 # Measured when named, and in part longer.
 MORE = (
     "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "layouts", "eager", "mm_models", "timm_models",
-    "transformers_models",
+    "transformers_models", "encoders",
 )  # fmt: skip
-MODELS = ("mm_models", "timm_models", "transformers_models")  # whose rows follow the models, which are slow to build
+MODELS = (
+    "mm_models",
+    "timm_models",
+    "transformers_models",
+    "encoders",
+)  # whose rows follow the models, which are slow to build
 
 
 def cases(name: str, device: str) -> list[Case]:
