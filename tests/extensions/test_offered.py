@@ -94,7 +94,11 @@ def test_broken_ones_are_not_hidden(python):
 
 @pytest.mark.parametrize(
     "folder, statement",
-    [("", "import _ext"), ("DCNv2/", "from . import _ext"), ("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext")],
+    [
+        pytest.param("", "import _ext", marks=pytest.mark.slow),
+        ("DCNv2/", "from . import _ext"),
+        pytest.param("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext", marks=pytest.mark.slow),
+    ],
 )
 def test_ext_is_offered_to_code_that_calls_dcn_v2(python, folder, statement):
     """The call may be in a function of the module that imports it."""
@@ -125,7 +129,14 @@ DETECTRON2 = {
 }
 
 
-@pytest.mark.parametrize("first", ["detectron2.layers", "detectron2.evaluation", "detectron2.evaluation.fast_eval_api"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param("detectron2.layers", marks=pytest.mark.slow),
+        "detectron2.evaluation",
+        pytest.param("detectron2.evaluation.fast_eval_api", marks=pytest.mark.slow),
+    ],
+)
 def test_detectron2_evaluates_with_pycocotools(python, first):
     """It does so where its module of evaluation in C++ has no extension to import; a second import fails as well."""
     code = f"""
@@ -146,6 +157,7 @@ import detectron2.evaluation.fast_eval_api
     assert done.stderr.splitlines()[-1].startswith(f"ImportError: {message}")
 
 
+@pytest.mark.slow
 def test_a_compiled_detectron2_keeps_its_evaluation(python):
     """Even if our module is imported."""
     packages = {**DETECTRON2, "detectron2/_C.py": "COCOevalAccumulate = 'fast'"}

@@ -268,7 +268,8 @@ torch.testing.assert_close(doubled(tests.rand(2, 7, 4, 16))[0], plain(tests.rand
 """
 
 
-@pytest.mark.parametrize("when", ["later", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["later", "before"])
 def test_drop_in(when):
     """Both classes of a module are replaced; layers without positions, and a derived class's positions, are stock's."""
     done = subprocess.run(

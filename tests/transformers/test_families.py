@@ -232,7 +232,8 @@ for family in INSTALLED:
 """
 
 
-@pytest.mark.parametrize("when", ["later", pytest.param("before", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["later", "before"])
 def test_drop_in(when):
     """All models sample by our operator, also those of modules that are imported later and those that exist."""
     done = subprocess.run(

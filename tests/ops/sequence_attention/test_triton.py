@@ -75,7 +75,7 @@ def test_sizes(T, S, K, d, dv, start, causal):
     "S, shared, dtype",
     [
         (40, (1,), BRAIN),
-        (41, (2,), HALF),
+        pytest.param(41, (2,), HALF, marks=pytest.mark.slow),
         pytest.param(41, (0,), SINGLE, marks=pytest.mark.slow),
         pytest.param(40, (), SINGLE, marks=pytest.mark.slow),
     ],

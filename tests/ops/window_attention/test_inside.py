@@ -88,12 +88,15 @@ def test_backends_for_cpus(backend, name, geometry):
         check(drawn(name, geometry, dtype=dtype, d=19, dv=18), backend, dtype, times=4)
 
 
+INTERPRETED = [pytest.mark.slow] if triton_checks.DEVICE == "cpu" else []
+
+
 def rows(every: bool) -> list:
     """Return calls of kernels for GPUs: emulated, interpreted, and on a GPU where there is one."""
     emulated = [*NEEDS, *([pytest.mark.slow] if every else [])]
     return [
         pytest.param(BOTH, EMULATED, "cpu", marks=emulated),
-        pytest.param(BOTH, "triton", triton_checks.DEVICE, marks=triton_checks.needs_triton),
+        pytest.param(BOTH, "triton", triton_checks.DEVICE, marks=[triton_checks.needs_triton, *INTERPRETED]),
         pytest.param(BOTH, None, "cuda", marks=pytest.mark.cuda),
     ]
 
