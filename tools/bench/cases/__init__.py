@@ -8,13 +8,10 @@ from ..case import KINDS, Case
 
 NAMES = (
     "deform_conv", "deformable_attention", "global_attention", "augmented_conv", "window_attention", "criss_cross",
-    "sequence_attention", "vision_transformers", "halves", "calls",
+    "sequence_attention", "vision_transformers", "calls",
 )  # fmt: skip
 # Measured when named, and in part longer.
-MORE = (
-    "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "layouts", "eager", "mm_models", "timm_models",
-    "transformers_models",
-)  # fmt: skip
+MORE = ("modules", "mmcv_ext", "end_to_end", "eager", "mm_models", "timm_models", "transformers_models")
 MODELS = ("mm_models", "timm_models", "transformers_models")  # whose rows follow the models, which are slow to build
 
 
