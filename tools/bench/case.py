@@ -144,7 +144,9 @@ def problem(
 def in_half(title: str, device: str, inputs: Callable[[torch.dtype], Sequence[Any]], ours: Maker) -> list[Case]:
     """Return the cases of a problem in bfloat16 on CPUs beside our own in float32; there are none on CUDA."""
     peers = {"ours, float32": Peer(ours, dtype=torch.float32)}
-    return [] if device == "cuda" else problem(title, device, inputs, ours, peers, kinds=("bfloat16",), goals=(1.0, 1.0))
+    return (
+        [] if device == "cuda" else problem(title, device, inputs, ours, peers, kinds=("bfloat16",), goals=(1.0, 1.0))
+    )
 
 
 def normal(*shapes: Sequence[int] | None, scale: float = 1.0) -> Callable[[torch.dtype], list[Tensor | None]]:
