@@ -71,7 +71,6 @@ class Case:
     goal: float | None = None  # ratio to the better peer
     buffer: Buffer | None = None  # that the peers' method writes; working memory is published relative to it
     calls: int = 1  # in a timed sample, for calls too short for the clock; times are of one
-    repeats: int = 1  # calls that a run itself makes, likewise
     heavy: bool = False  # a round takes so long that three must suffice
     threads: int | None = None  # of the CPU; None: the command line's
     main: bool = True  # measured on CUDA without --all
