@@ -59,10 +59,10 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the speeds that the CPU reaches on tiny tensors."""
+    """Measure the speeds that the CPU reaches on small tensors."""
     from tools.bench import roofline
 
-    monkeypatch.setitem(roofline.SIZES, "cpu", (16, 16))
+    monkeypatch.setitem(roofline.SIZES, "cpu", (64, 2**16))
 
 
 @pytest.fixture(scope="module")

@@ -241,6 +241,7 @@ def test_every_operator_and_module_has_a_row():
 def in_process(monkeypatch, quick_ceilings):
     """Measure in this process, and one call a sample."""
     monkeypatch.setattr(worker, "start", lambda job: (worker.work(job) or 0, ""))
+    monkeypatch.setattr(worker.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # writes to no capture
     monkeypatch.setattr(calls, "CALLS", 1)
 
 
