@@ -1,4 +1,4 @@
-"""Atomic file writes: a file is written completely or not at all. Weights in safetensors, with metadata."""
+"""Atomic file writes: a file is written completely or not at all. Tables as JSON, weights in safetensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from typing import Any
 
 from attn_plugins.captioning.files import write
 
-__all__ = ["read_weights", "write", "write_text", "write_weights"]
+__all__ = ["dump_rows", "read_weights", "write", "write_text", "write_weights"]
 
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` atomically."""
     write(path, lambda partial: partial.write_text(text))
+
+
+def dump_rows(data: dict[str, Any]) -> str:
+    """Return a table as JSON: a line for each key, and one for each row of a key that holds a list of objects."""
+    entries = []
+    for key, value in data.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            text = "[\n" + ",\n".join(f"  {json.dumps(row, ensure_ascii=False)}" for row in value) + "\n ]"
+        entries.append(f" {json.dumps(key, ensure_ascii=False)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
 
 
 def write_weights(path: Path, module: Any, facts: dict[str, Any]) -> None:

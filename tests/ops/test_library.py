@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from importlib.util import find_spec
 
 import pytest
@@ -140,6 +141,13 @@ def test_the_number_of_a_gpu(monkeypatch):
     assert [library._gpu(torch.device(name)) for name in ("cuda:1", "cuda", "cpu")] == [1, 3, None]
     monkeypatch.setattr(library, "_has_gpu", lambda: False)
     assert library._gpu(torch.device("cuda:1")) is None
+
+
+def test_the_binary_names_its_instructions():
+    if library.failures()["cpu"] is not None:
+        pytest.skip("no CPU binary is compiled")
+    widest = 4 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 3
+    assert library.cpu_level() in (range(widest + 1) if platform.machine() in ("x86_64", "AMD64") else [0])
 
 
 def test_the_binary_answers():

@@ -237,8 +237,15 @@ def test_every_operator_and_module_has_a_row():
 # --- the command --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_one_benchmark_from_command_to_page(bench, tmp_path, capsys):
+@pytest.fixture
+def in_process(monkeypatch, quick_ceilings):
+    """Measure in this process, and one call a sample."""
+    monkeypatch.setattr(worker, "start", lambda job: (worker.work(job) or 0, ""))
+    monkeypatch.setattr(worker.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # writes to no capture
+    monkeypatch.setattr(calls, "CALLS", 1)
+
+
+def test_one_benchmark_from_command_to_page(bench, in_process, tmp_path, capsys):
     """With our other backends and the roofline."""
     assert bench("calls", "--out", tmp_path, "--name", "small", "-k", "(window|criss).*forward", "--details") == 0
     data = results.read(tmp_path / "small.json")
@@ -297,20 +304,19 @@ main()
 @pytest.mark.slow
 def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker, "WORK", CRASHES)
-    assert bench("calls", "--out", tmp_path, "--row-seconds", 8) == 1
+    assert bench("calls", "--out", tmp_path, "--row-seconds", 4) == 1
     rows = {row["case"]: row for row in results.read(tmp_path / "calls-cpu.json")["rows"]}
     assert list(rows) == ["fine", "peer", "ours", "hangs", "raises", "last"]
     assert not {"error"} & {*rows["fine"], *rows["last"]}
     assert rows["peer"]["better_peer"] == "good"
     assert "its process ended with status 3" in rows["peer"]["peers"]["bad"]["error"]
     assert "its process ended with status -6" in rows["ours"]["error"]
-    assert rows["hangs"]["peers"]["slow"]["error"] == "cannot run: took more than 8 s"
+    assert rows["hangs"]["peers"]["slow"]["error"] == "cannot run: took more than 4 s"
     assert rows["raises"]["error"] == "ZeroDivisionError: division by zero"
     assert "## Not measured" in (tmp_path / "calls-cpu.md").read_text()
 
 
-@pytest.mark.slow
-def test_what_was_not_measured_in_time_is_resumed(bench, tmp_path):
+def test_what_was_not_measured_in_time_is_resumed(bench, in_process, tmp_path):
     options = ["calls", "--out", tmp_path, "--name", "part", "-k", "window"]
     record = tmp_path / "part.jsonl"
     worker.work(worker.Job(["calls"], "cpu", str(record), until=0))

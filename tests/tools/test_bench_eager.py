@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ import torch
 
 from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from tests.tools.test_bench import Clock
-from tools.bench import cases, report, results, table, timing, worker
+from tools.bench import cases, report, timing, worker
 from tools.bench.case import Case
 from tools.bench.cases import eager, timm_models, whole
 from tools.bench.cases.whole import ALONE, COMPILED
@@ -63,7 +62,7 @@ def test_medians_are_compared():
     assert report.cell(row["ours"]) == "1000 / 1500 · 2000 · 2050 (0.0), host 1500, graph 500"
 
 
-def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch):
+def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch, quick_ceilings):
     rows = [Case(f"{part}{n}", lambda: lambda: None, part=part) for part in "ab" for n in (0, 1)]
     monkeypatch.setattr(worker, "cases", lambda name, device: rows)
     job = worker.Job(["eager"], "cpu", str(tmp_path / "r.jsonl"), part_seconds=0, settings=dict(seconds=0, rounds=1))
@@ -97,8 +96,10 @@ def both_run(room, number):
     return float(training.ours()()), float(peer()())
 
 
-@pytest.mark.parametrize("number", range(len(timm_models.ACCELERATED) + len(timm_models.RESNETS)))
+# By default the narrowest of each kind.
+@pytest.mark.parametrize("number", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 6)), 6])
 def test_models_of_timm_run(one_thread, number):
+    assert len(timm_models.ACCELERATED) + len(timm_models.RESNETS) == 7
     ours, peer = both_run("timm_models", number)
     if number < len(timm_models.ACCELERATED):  # the others are different models
         assert ours == pytest.approx(peer, rel=1e-4)
@@ -148,16 +149,3 @@ def test_models_of_mmdet_and_mmseg_compute_the_same(one_thread, number):
     assert transformer.MultiheadAttention.forward is before
     with mm_models.layers(ours=True):
         assert transformer.MultiheadAttention.forward is not before
-
-
-def test_the_table_of_a_gpu(tmp_path):
-    row = measure(Case("c, 8x8, TF32, prediction", lambda: lambda: None, timing="whole"), "cpu", Settings(rounds=5))
-    rows = [row | dict(room="mm_models"), row | dict(room="eager", case="op, forward"), dict(error="", case="x")]
-    machine = dict(gpu="H200", torch="2", cuda="13", triton="3", date="2026-01-01")
-    (tmp_path / "gpu-eager.json").write_text(json.dumps(dict(format=results.FORMAT, machine=machine, rows=rows)))
-    text = table.generate(tmp_path, "gpu_eager")
-    assert "| operator | peers | forward | forward+backward | memory |" in text
-    assert "| whole model | peers | prediction | training step | memory |" in text
-    assert "\n| c, 8x8, TF32 |  |" in text
-    assert "Median times of ours in eager PyTorch on an H200" in text
-    assert "Not measured yet in this way: `gpu-eager`." in table.generate(tmp_path / "none", "gpu_eager")

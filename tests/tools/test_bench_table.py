@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
 
 from tools.bench import cases, results, table
 from tools.bench.cases.end_to_end import MODELS
+from tools.files import dump_rows
 
 BEGIN, END = "<!-- benchmark all: begin -->", "<!-- benchmark all: end -->"
 
@@ -29,6 +31,12 @@ def edited(tmp_path):
 def test_pages_are_what_the_files_say(capsys):
     """README, the site and all pages of benchmarks: titles, peers, ratios, memory, legends and dates."""
     assert table.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_files_hold_a_row_on_each_line():
+    for file in results.FOLDER.glob("*.json"):
+        text = file.read_text()
+        assert text == dump_rows(json.loads(text)), file.name
 
 
 def test_rows_of_the_gpu(tmp_path, edited):

@@ -12,7 +12,14 @@ from tools.bench import cases
 from tools.bench.cases import transformers_models as room
 from tools.bench.cases.whole import step
 
-SLOW = "Grounding DINO Swin-T", "Mask2Former Swin-T", "RF-DETR", "PP-DocLayoutV3"
+
+def narrow(_):
+    """Return arguments of Deformable DETR's config, of two layers behind a small ResNet."""
+    from transformers import ResNetConfig
+
+    stages = dict(out_features=["stage2", "stage3", "stage4"], depths=[1] * 4, hidden_sizes=[8, 8, 16, 16])
+    backbone = ResNetConfig(embedding_size=8, **stages)
+    return room.PLAIN | dict(backbone_config=backbone, encoder_layers=1, decoder_layers=1, num_queries=9)
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +29,18 @@ def pytorchs_products():
     room.built.cache_clear()
 
 
-@pytest.mark.parametrize("title", [pytest.param(t, marks=[pytest.mark.slow] * (t in SLOW)) for t in room.MODELS])
+@pytest.mark.slow
+@pytest.mark.parametrize("title", room.MODELS)
 def test_models_compute_the_same(one_thread, title):
-    size = (280, 280) if title == "RF-DETR" else (256, 256)
+    check(title, (280, 280) if title == "RF-DETR" else (256, 256))
+
+
+def test_a_narrow_model_computes_the_same(one_thread, monkeypatch):
+    monkeypatch.setitem(room.MODELS, "narrow", room.Model("DeformableDetr", (64, 64), narrow))
+    check("narrow", (64, 64))
+
+
+def check(title, size):
     both = room.built(title, size, "cpu")
     losses = []
     for steps in both.values():

@@ -71,7 +71,6 @@ class Case:
     goal: float | None = None  # ratio to the better peer
     buffer: Buffer | None = None  # that the peers' method writes; working memory is published relative to it
     calls: int = 1  # in a timed sample, for calls too short for the clock; times are of one
-    repeats: int = 1  # calls that a run itself makes, likewise
     heavy: bool = False  # a round takes so long that three must suffice
     threads: int | None = None  # of the CPU; None: the command line's
     main: bool = True  # measured on CUDA without --all
@@ -139,6 +138,14 @@ def problem(
                 )
             )
     return cases
+
+
+def in_half(title: str, device: str, inputs: Callable[[torch.dtype], Sequence[Any]], ours: Maker) -> list[Case]:
+    """Return the cases of a problem in bfloat16 on CPUs beside our own in float32; there are none on CUDA."""
+    peers = {"ours, float32": Peer(ours, dtype=torch.float32)}
+    return (
+        [] if device == "cuda" else problem(title, device, inputs, ours, peers, kinds=("bfloat16",), goals=(1.0, 1.0))
+    )
 
 
 def normal(*shapes: Sequence[int] | None, scale: float = 1.0) -> Callable[[torch.dtype], list[Tensor | None]]:

@@ -1,58 +1,107 @@
-"""Count what the host does for one call of an operator on tiny tensors: ``python -m tools.bench.host``.
+"""Count what the host does for one call: ``python -m tools.bench.host``, for operators and for whole models.
 
-Columns: launches of kernels; ATen operators, as the profiler sees them, those within others as well; functions of
-Python that are entered, and those of C that Python calls; the least of many times of one thread's CPU, in µs.
-
-``--cuda`` counts the way to a GPU without one. The two sampling operators run their CUDA kernels in the emulator of
-``tools/emulation``, which is compiled first (half a minute, once); times there mean nothing and are left out. Triton's
-operators run on a device that launches nothing, whose times leave out the launches. ATen operators that launch a kernel
-on CUDA count as launches.
-
-``--models`` counts a prediction and a training step of whole models on the same device; see :mod:`.host_models`.
-``--write`` puts their table into ``benchmarks/host_time.md``, where each cell keeps its first number.
+Columns: launches of kernels, ATen operators as the profiler sees them, those within others as well, functions of Python
+that are entered, and those of C that Python calls. Operators run on CPUs, on tiny tensors. Models, in bfloat16
+autocast, choose their backends as on a GPU, whose kernels are counted instead of launched; they are narrow, and their
+images tiny, since what a layer calls does not depend on its width.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
-from attn_plugins.ops import criss_cross_attention
-from attn_plugins.ops.common.backends import never
+from attn_plugins.ops.common import backends, transposition, triton_launch
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
-from attn_plugins.ops.deformable_attention import cuda as cuda_attention
-from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 
-from . import host_models
 from .cases.calls import OPERATORS
-from .host_counts import count
 
-EMULATED = {
-    "deform_conv2d": (CONVOLVE, cuda_convolution.BACKEND),
-    "deformable_attention": (ATTEND, cuda_attention.BACKEND),
+SIZE = 64  # of the images: maps of 8 × 8 to 2 × 2 in the last three stages
+CONVOLUTION = 4, 5  # launches of deformable convolution and of its backward, as counted in the emulator
+MODELS: dict[str, dict[str, Any]] = {
+    "resnet50": {},
+    "dcn_resnet50": {},
+    "attn0010_dcn_resnet50": {},
+    "attn1111_resnet50": {},
+    "aa_resnet50": dict(nu=0.5, img_size=SIZE),
 }
-TRITON = "sequence_attention", "global_attention", "criss-cross content"  # whose kernel takes no position logits
-HALVES = TRITON[-1]  # whose kernels do not take float32
-WORK = OPERATORS | {HALVES: (OPERATORS["criss_cross_attention"][0][:3], criss_cross_attention)}
-COMPILED = {  # operators of the binary, and the emulator's
-    "deform_conv2d_forward_kernel": "deform_conv2d",
-    "deform_conv2d_backward_kernel": "deform_conv2d_backward",
-    "deformable_attention_forward_kernel": "deformable_attention",
-    "deformable_attention_backward_kernel": "deformable_attention_backward",
+# ATen operators that launch nothing themselves: views, allocations, and those that only call others. Every other one is
+# a kernel on CUDA, whatever it calls.
+LAUNCHES_NOTHING = {
+    f"aten::{n}"
+    for n in """
+    _batch_norm_impl_index _conj _local_scalar_dense _reshape_alias _to_copy _unsafe_view adaptive_avg_pool2d
+    alias as_strided as_strided_ batch_norm chunk clone contiguous conv1d conv2d conv3d detach detach_ dropout
+    einsum embedding empty empty_like empty_strided expand expand_as feature_dropout flatten full full_like
+    is_nonzero item lift lift_fresh linear mH mT matmul max_pool2d mean_dim movedim narrow new_empty
+    new_empty_strided new_full new_ones new_zeros numpy_T ones ones_like output_nr pad permute real
+    requires_grad_ reshape resize_ resolve_conj resolve_neg result_type select select_backward set_ slice
+    slice_backward split split_with_sizes squeeze stride sum_to_size swapaxes t to transpose transpose_ type_as
+    unbind unflatten unfold unsqueeze unsqueeze_ view view_as zeros zeros_like
+    """.split()
 }
+SEVERAL = {"aten::convolution_backward": 2}  # the gradients of input and weight
 
 
-def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], Any]]:
+class Count(NamedTuple):
+    """Of one call; ``launches`` leaves out our own kernels."""
+
+    launches: int
+    aten: int
+    python: int
+    c: int
+
+
+def count(run: Callable[[], Any]) -> Count:
+    """Count what one call of ``run`` does, after three others."""
+    for _ in range(3):
+        run()
+    entered = {"call": 0, "c_call": -1}  # sys.setprofile itself
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        if event in entered:
+            entered[event] += 1
+
+    sys.setprofile(seen)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run()
+    events = [event for event in profile.events() if event.name.startswith("aten::")]
+    launches = sum(SEVERAL.get(event.name, 1) for event in events if _launches(event))
+    return Count(launches, len(events), entered["call"] - 1, entered["c_call"])
+
+
+def _launches(event: Any) -> bool:
+    return event.name not in LAUNCHES_NOTHING and all(map(_calls_others, _above(event)))
+
+
+def _calls_others(name: str) -> bool:
+    return name in LAUNCHES_NOTHING or not name.startswith("aten::")
+
+
+def _above(event: Any) -> Iterator[str]:
+    while event := event.cpu_parent:
+        yield event.name
+
+
+# --- calls --------------------------------------------------------------------------------------------------------
+
+
+def passes_of_operator(name: str) -> dict[str, Callable[[], Any]]:
     """Return a forward without gradients, and a forward with the backward of all gradients."""
-    shapes, call = WORK[name]
-    leaves = [torch.rand(shape).to(dtype).requires_grad_() for shape in shapes]
+    shapes, call = OPERATORS[name]
+    leaves = [torch.rand(shape).requires_grad_() for shape in shapes]
     tensors = [leaf.detach() for leaf in leaves]
     ones = torch.ones_like(call(*tensors))
     return {
@@ -61,59 +110,81 @@ def passes(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[
     }
 
 
-@cache
-def _load_emulator() -> None:
-    from ..emulation.build import EMULATION, load
+def passes_of_model(name: str) -> dict[str, Callable[[], Any]]:
+    """Return a prediction without gradients, and a training step up to the gradients, without an optimiser."""
+    import timm
 
-    load(EMULATION / "sampling.cpp")
+    import attn_plugins.timm  # noqa: F401
+
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, channels=(16, 16, 16, 16), **MODELS[name])
+    image, grad = torch.rand(2, 3, SIZE, SIZE), torch.ones(2, 10)
+
+    def predict() -> None:
+        model.eval()
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            model(image)
+
+    def train() -> None:
+        model.train()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            scores = model(image)
+        scores.backward(grad.to(scores.dtype))
+
+    return {"prediction": predict, "training step": train}
 
 
 @contextmanager
-def emulated() -> Iterator[Callable[[], int]]:
-    """Let the emulator run the CUDA backends of :data:`EMULATED`; give the number of its launches so far."""
+def as_on_cuda() -> Iterator[Callable[[], int]]:
+    """Let calls choose as on a GPU, where nothing is launched; give the number of launches of our kernels so far."""
+    from .idle_device import idle  # needs Triton
+
+    launches = [0]
+
+    def convolve(input: Tensor, offset: Tensor, weight: Tensor, *_: Any) -> Tensor:
+        launches[0] += CONVOLUTION[0]
+        return input.new_empty(input.shape[0], weight.shape[0], *offset.shape[2:])
+
+    def differentiate(grad_output: Tensor, input: Tensor, offset: Tensor, weight: Tensor, *_: Any) -> list[Tensor]:
+        launches[0] += CONVOLUTION[1]
+        return [*map(torch.empty_like, (input, offset, weight)), input.new_empty(0), input.new_empty(0)]
+
+    def transpose(matrices: Tensor, *_: Any) -> Tensor:
+        launches[0] += 1
+        return matrices.new_empty(matrices.mT.shape)
+
     with ExitStack() as stack:
-        _load_emulator()
-        operators, compiled = torch.ops.attn_plugins_emulated, torch.ops.attn_plugins
-        for name, other in COMPILED.items():
-            stack.enter_context(patch.object(compiled, name, getattr(operators, other)))
-        for operator, backend in EMULATED.values():
-            stack.enter_context(patch.object(operator, "table", [backend._replace(refuses=never)]))
-        yield operators.launches
+        idled = stack.enter_context(idle())
+        # Plain calls choose as they do on a GPU, and repeat their plans.
+        stack.enter_context(backends.backend(None))  # type: ignore[arg-type]
+        stack.enter_context(patch.object(triton_launch, "state", lambda tensor: ("models", tensor.dtype)))
+        served = cuda_convolution.BACKEND._replace(refuses=backends.never)
+        stack.enter_context(patch.object(CONVOLVE, "table", [served]))
+        stack.enter_context(patch.object(transposition, "has_kernel", lambda tensor: True))
+        stack.enter_context(patch.object(transposition, "transposed", transpose))
+        for name, kernel in (("forward", convolve), ("backward", differentiate)):
+            stack.enter_context(patch.object(torch.ops.attn_plugins, f"deform_conv2d_{name}_kernel", kernel))
+        yield lambda: launches[0] + idled()
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m tools.bench.host", description=__doc__.split("\n\n")[0])
-    parser.add_argument("names", nargs="*", metavar="OPERATOR", help=f"any of {', '.join(WORK)} (default: all)")
-    parser.add_argument("--cuda", action="store_true", help=f"count the way to a GPU ({HALVES}: not in float32)")
-    dtypes = ("float32", "bfloat16", "float16", "float64")
-    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the tensors (float32)")
-    parser.add_argument("--models", action="store_true", help="count whole models, all or those that are named")
-    parser.add_argument("--counts", action="store_true", help="of models, leave out the times")
-    parser.add_argument("--write", action="store_true", help="write the models' table to benchmarks/host_time.md")
-    options = parser.parse_args(arguments)
-    known = host_models.MODELS if options.models or options.write else WORK
-    if unknown := set(options.names) - {*known}:
-        parser.error(f"OPERATOR must be any of {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    known = [*OPERATORS, *MODELS]
+    parser.add_argument("names", nargs="*", metavar="CALL", help=f"any of {', '.join(known)} (default: all)")
+    names = parser.parse_args(arguments).names
+    if unknown := set(names) - {*known}:
+        parser.error(f"CALL must be any of {', '.join(known)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    if options.models or options.write:
-        host_models.table(options.names or [*host_models.MODELS], 0 if options.counts else 20, options.write)
-        return 0
-    print("| operator, pass | launches | ATen | Python | C | µs |\n| --- | --- | --- | --- | --- | --- |")
-    if options.cuda:
-        from .idle_device import idle  # needs Triton
-    on_cuda = [*EMULATED, *(name for name in TRITON if name != HALVES or options.dtype != "float32")]
-    for name in options.names or (on_cuda if options.cuda else OPERATORS):
-        way = nullcontext() if not options.cuda else idle() if name in TRITON else emulated()
-        with way as launches:
-            for kind, run in passes(name, getattr(torch, options.dtype)).items():
-                counted, own = count(run, 0 if options.cuda and name in EMULATED else 200), "-"
-                if launches:
-                    before = launches()
-                    run()
-                    own = str(launches() - before + counted.launches)
-                us = "-" if counted.us is None else f"{counted.us:.0f}"
-                row = f"{name}, {kind}", own, counted.aten, counted.python, counted.c, us
-                print("|", " | ".join(map(str, row)), "|", flush=True)
+    print("| call, pass | launches | ATen | Python | C |\n| --- | --- | --- | --- | --- |")
+    for name in names or known:
+        with as_on_cuda() if name in MODELS else nullcontext(lambda: 0) as launches:
+            for kind, run in (passes_of_model if name in MODELS else passes_of_operator)(name).items():
+                counted = count(run)
+                before = launches()
+                run()
+                counted = counted._replace(launches=counted.launches + launches() - before)
+                print("|", " | ".join(map(str, (f"{name}, {kind}", *counted))), "|", flush=True)
     return 0
 
 

@@ -117,8 +117,7 @@ def _measure(
         times = timer(contestants, device, settings)
         load = watch.read()
         results = {
-            name: summarize([t / case.repeats for t in times[name]]) | memory[name] | contestant.how
-            for name, contestant in contestants.items()
+            name: summarize(times[name]) | memory[name] | contestant.how for name, contestant in contestants.items()
         }
         mine, peers = results["ours"], {n: results.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
         by = "min" if case.timing == "graph" else "median"

@@ -56,6 +56,7 @@ def head(title: str, data: Mapping[str, Any]) -> list[str]:
         ", ".join(f"{k} {v}" for k, v in data["machine"].items()),
         "",
         f"Other processes used {words(load['before'])} before and {words(load['after'])} after.",
+        *([data["note"]] if "note" in data else []),
         "",
     ]
 

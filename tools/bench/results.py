@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.files import write_text
+from tools.files import dump_rows, write_text
 
 FORMAT = 2
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -87,9 +86,8 @@ def write(folder: Path, name: str, data: dict[str, Any], text: str) -> Path:
 
 
 def dump(data: dict[str, Any]) -> str:
-    """Return JSON with lists of numbers on one line each."""
-    text = json.dumps({"format": FORMAT, **data}, indent=1, ensure_ascii=False)
-    return re.sub(r"\[\s+(-?\d[-+.\deE,\s]*?)\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text) + "\n"
+    """Return JSON with a row on each line."""
+    return dump_rows({"format": FORMAT, **data})
 
 
 def read(path: Path) -> dict[str, Any] | None:

@@ -19,7 +19,7 @@ import yaml
 from tools import command_parser
 from tools.files import write_text
 
-from . import cases, report, results
+from . import report, results
 from .case import PASSES
 from .measure import backends_of, operators
 from .report import megabytes, milliseconds, working_memory
@@ -46,7 +46,7 @@ STEPS = ("prediction", "training step")
 OPERATORS = tuple(Entry(*entry) for entry in _TABLES["operators"])
 MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
 SHORT = tuple(entry for title in _TABLES["short"] for entry in (*OPERATORS, *MODELS) if entry.title == title)
-GPU, EARLIER_GPU, GPU_EAGER = "gpu-h200", "gpu-h100", "gpu-eager"
+GPU, EARLIER_GPU = "gpu-h200", "gpu-h100"
 COLUMN_BUFFER = Entry("", "deform_conv-cpu", "2-D (2,256,100,152), 1 offset group, float32")
 
 READING = (
@@ -83,7 +83,7 @@ class Rows(dict[str, Any]):
         if data is None:
             return [None, None]
         rows = [row for row in data["rows"] if "error" not in row]
-        of_gpu = entry.file in (GPU, EARLIER_GPU, GPU_EAGER)
+        of_gpu = entry.file in (GPU, EARLIER_GPU)
         by_name = {f"{row['room']}: {row['case']}" if of_gpu else row["case"]: row for row in rows}
         both = [by_name.get(f"{entry.case}, {name}") for name in entry.passes]
         if not (any(both) if of_gpu else all(both)):
@@ -120,38 +120,12 @@ def gpu(rows: Rows, file: str = GPU) -> list[str]:
     ]
 
 
-def gpu_eager(rows: Rows) -> list[str]:
-    """Return a GPU's operators and whole models as users run them, and their legend."""
-    data = rows[GPU_EAGER]
-    if data is None:
-        return unmeasured(rows)
-    machine, entries = data["machine"], dict[Entry, None]()
-    for row in data["rows"]:
-        if "error" not in row:
-            title, room = row["case"].rsplit(", ", 1)[0], row["room"]
-            passes = STEPS if room in cases.MODELS else PASSES
-            entries[Entry(title, GPU_EAGER, f"{room}: {title}", passes)] = None
-    lines = []
-    for passes, title in ((PASSES, "operator"), (STEPS, "whole model")):
-        lines += rows_table(rows, [entry for entry in entries if entry.passes == passes], title, passes)
-    versions = f"torch {machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}"
-    return [
-        *lines,
-        f"Median times of ours in eager PyTorch on an {machine['gpu']}, the host's time included ({versions}).",
-        READING[0].replace("best time", "median"),
-        READING[1],
-        "† noisy: varying more than 1.3-fold between quartiles.",
-        "",
-    ]
-
-
 TABLES: dict[str, Callable[[Rows], list[str]]] = {
     "all": everything,
     "models": lambda rows: some(rows, MODELS, "whole model"),
     "short": lambda rows: some(rows, SHORT, "operator or model", [" / ".join(both) for both in zip(PASSES, STEPS)]),
     "gpu": gpu,
     "gpu_earlier": lambda rows: gpu(rows, EARLIER_GPU),
-    "gpu_eager": gpu_eager,
 }
 
 

@@ -55,6 +55,18 @@ def failures() -> dict[str, str | None]:
 _FAILURES = failures()
 
 
+@cache
+def cpu_level() -> int | None:
+    """Return the x86-64 level of the CPU kernels that run here: 4 (AVX-512), 3 (AVX2) or 1; 0 on other processors.
+
+    None if no binary loaded, or one compiled from an older version.
+    """
+    if _FAILURES["cpu"] is not None:
+        return None
+    ask = getattr(ctypes.CDLL(str(_binary("_C"))), "attn_plugins_cpu_level", None)
+    return None if ask is None else int(ask())
+
+
 def _code_refusal(index: int) -> str | None:
     """Return CUDA's reason why the CUDA binary has no code that GPU ``index`` can run, or None."""
     ask = ctypes.CDLL(str(_binary("_C_cuda"))).attn_plugins_cuda_refusal

@@ -8,19 +8,14 @@ from ..case import KINDS, Case
 
 NAMES = (
     "deform_conv", "deformable_attention", "global_attention", "augmented_conv", "window_attention", "criss_cross",
-    "sequence_attention", "vision_transformers", "halves", "calls",
+    "sequence_attention", "vision_transformers", "calls",
 )  # fmt: skip
 # Measured when named, and in part longer.
 MORE = (
-    "modules", "mmcv_ext", "space_time", "end_to_end", "copies", "layouts", "eager", "mm_models", "timm_models",
-    "transformers_models", "encoders",
+    "modules", "mmcv_ext", "end_to_end", "eager", "mm_models", "timm_models", "transformers_models", "encoders",
 )  # fmt: skip
-MODELS = (
-    "mm_models",
-    "timm_models",
-    "transformers_models",
-    "encoders",
-)  # whose rows follow the models, which are slow to build
+# Their rows follow the models, which are slow to build.
+MODELS = ("mm_models", "timm_models", "transformers_models", "encoders")
 
 
 def cases(name: str, device: str) -> list[Case]:

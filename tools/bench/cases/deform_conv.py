@@ -10,7 +10,7 @@ from torch import Tensor
 from attn_plugins.ops import deform_conv1d, deform_conv2d
 
 from .. import compiled_mmcv
-from ..case import COMPILED, Case, Maker, problem
+from ..case import COMPILED, Case, Maker, in_half, problem
 
 # (B, C, H, W, offset groups), all with a 3 x 3 kernel, padding 1, masks and C -> C channels
 SIZES = {
@@ -99,6 +99,7 @@ def cases(device: str) -> list[Case]:
                 heavy=B * H * W > 20_000 and device == "cpu",
                 main=size == SIZES["cuda"][0],
             )
+    rows += in_half("2-D (2,256,50,68), 1 offset group", device, operands(SIZES["cpu"][0]), lambda: ours)
     kinds = ("float32",) if device == "cpu" else ("float16", "float32")  # torchvision has no bfloat16
     return rows + problem(
         "1-D (8,512,128)", device, operands_1d, lambda: ours_1d, {"torchvision": torchvision_1d}, kinds=kinds

@@ -80,6 +80,7 @@ def cases(device: str) -> list[Case]:
             lambda s=(kind, C, heads, stride): module(True, *s),
             {"mmcv": lambda s=(kind, C, heads, stride): module(False, *s)},
             goals=(GOALS[device],) * 2 if setting == MODULES[0] else (None, None),
+            kinds=("float32", "autocast to bfloat16") if device == "cpu" and setting == MODULES[0] else None,
             main=setting[:2] in (MODULES[0][:2], MODULES[5][:2]),
         )
     M, Hq, Wq, Hk, Wk, d = 8, 50, 84, 25, 42, 32

@@ -37,6 +37,14 @@ def masked(query: Tensor, key: Tensor, value: Tensor, band: Tensor, causal: bool
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, logits: Tensor | None = None) -> Tensor:
+    return sequence_attention(query, key, value, position_logits=logits, scale=query.shape[-1] ** -0.5)
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, logits: Tensor | None = None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=logits)
+
+
 def flex_band(T: int, K: int, causal: bool) -> Callable[..., Tensor]:
     left = K - 1 if causal else K // 2
     mask = blocks(lambda b, h, q, n: q >= n, T, T) if causal else None
@@ -70,4 +78,9 @@ def cases(device: str) -> list[Case]:
             definitions=COMPILED if main else (),
             main=main,
         )
+    for title, logits in (("content", None), ("logits of pairs", (2, M, 1024, 1024))):
+        rows += problem(
+            f"{title}, B 2, M {M}, d {d}, T 1024", device, normal(*[(2, M, 1024, d)] * 3, logits), lambda: attend,
+            {"SDPA": lambda: sdpa}, kinds=("bfloat16",), goals=(1.0, 1.0),
+        )  # fmt: skip
     return rows

@@ -6,6 +6,7 @@ Peers are timm's eager and fused (SDPA) code; tables and their gradients are inc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from attn_plugins.terms.decomposed_positions import decomposed_logits
 from attn_plugins.terms.position_table import table_logits
 from attn_plugins.terms.window import shifted_window_segments
 
-from ..case import Case, Maker, normal, problem
+from ..case import Case, Maker, in_half, normal, problem
 from .whole import choosing
 
 BATCH, MAP, HEADS, WIDTH, WINDOW = 4, 56, 3, 32, 7  # Swin-T's first stage at 224x224
@@ -29,6 +30,12 @@ NETWORKS = (
     ("swinv2_tiny_window8_256", "swinv2_tiny_window8_256", 256, 2, ("float32", "autocast to bfloat16")),
     ("samvit_base_patch16_224", "samvit_base_patch16_224", 224, 1, ("float32",)),
     ("attn_vit_small_patch16_224", "vit_small_patch16_224", 224, 2, ("float32",)),
+)
+
+# Layers on CPUs: title, name in its model of timm, shape of the input.
+AUTOCAST = (
+    ("Swin-T's second block, batch 4", "layers.0.blocks.1", SWIN, (BATCH, MAP, MAP, HEADS * WIDTH)),
+    ("SAM's attention, 32x32, 12 heads x 64", "blocks.2.attn", "samvit_base_patch16_224", (1, 32, 32, 768)),
 )
 
 
@@ -164,6 +171,13 @@ def cases(device: str) -> list[Case]:
             f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}",
             device, windows, lambda shift=shift: windows_ours(shift), peers,
             goals=WINDOW_GOALS[bool(shift)] if cpu else FASTER,
+        )  # fmt: skip
+    title = f"Swin's windows, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}"
+    rows += in_half(title, device, windows, lambda: windows_ours(0))
+    for title, layer, name, shape in AUTOCAST if cpu else ():
+        rows += problem(
+            title, device, normal(shape), partial(built, True, layer=layer, name=name),
+            {"timm": partial(built, False, layer=layer, name=name)}, kinds=("autocast to bfloat16",), goals=FASTER,
         )  # fmt: skip
     M, d = 12, 64
     for S in (32, 64):

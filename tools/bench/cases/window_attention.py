@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attn_plugins.ops import window_attention
 
-from ..case import COMPILED, Case, Peer, normal, problem
+from ..case import COMPILED, Case, Peer, in_half, normal, problem
 from .flex import blocks, flex, flex_peer
 
 # kernel size -> goal on CPU; on CUDA there is one for all
@@ -161,5 +161,9 @@ def cases(device: str) -> list[Case]:
         },
         goals=(goal, goal),
     )
+    shape = 1, C, S, S
+    content, taps = normal(shape, shape, shape, None), normal(None, None, shape, (1, 16, S, S, 49))
+    rows += in_half(f"content, (1,{C},{S},{S}), 7x7, 8 heads", device, content, lambda: ours(7, 8, "exclude"))
+    rows += in_half(f"dynamic convolution, (1,{C},{S},{S}), 7x7, 16 heads", device, taps, lambda: ours(7, 16, "zero"))
     goal = DYNAMIC_2D if cpu else CUDA_GOALS["dynamic"]
     return rows + case("dynamic convolution", 7, 16, False, True, goal, True)
