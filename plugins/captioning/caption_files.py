@@ -68,11 +68,6 @@ def words_of(caption: str | Sequence[str]) -> Words:
     return [sys.intern(word) for word in text.lower().translate(_PUNCTUATION).split()]
 
 
-def has_characters(caption: str) -> bool:
-    """Return whether :func:`words_of` splits words of the caption into Chinese or Japanese characters."""
-    return _CHARACTER.search(caption) is not None
-
-
 def read_splits(
     captions: Sequence[Path], splits: Path, problems: Problems, bare: Collection[str] = ()
 ) -> dict[str, Captions]:
@@ -174,7 +169,7 @@ def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
         ValueError: The file has another format, or an image appears twice.
     """
     attributes = {}
-    for image_id, pairs in _read_json(path, dict, once=True).items():
+    for image_id, pairs in _read_json(path, once=True).items():
         try:
             own = [(str(word).lower(), float(probability)) for word, probability in pairs]
         except (TypeError, ValueError):
@@ -197,31 +192,21 @@ def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], numbe
     return sorted(counts, key=lambda word: (-counts[word], vocabulary[word], word))[:number]
 
 
-def read_items(
-    path: Path, where: str | None, needed: bool = True, **keys: type | tuple[type, ...]
-) -> list[dict[str, Any]]:
-    """Return the list ``where`` of a JSON object, or for None the list in the file; its items have these ``keys``.
-
-    Without ``needed``, a missing list is empty.
+def read_items(path: Path, where: str, needed: bool = True) -> list[dict[str, Any]]:
+    """Return the list ``where`` of a JSON object; without ``needed``, a missing list is empty.
 
     Raises:
         ValueError: The file cannot be read or has another format.
     """
-    content = _read_json(path, list if where is None else dict)
-    rows, name = content if where is None else content.get(where, None if needed else []), where or "results"
+    content = _read_json(path)
+    rows = content.get(where, None if needed else [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        there = f"; it has {', '.join(content) or 'nothing'}" if where else ""
-        raise ValueError(f"{path} must have a list of {name}{there}")
-    for number, row in enumerate(rows):
-        for key, kind in keys.items():
-            if not isinstance(row.get(key), kind) or isinstance(row[key], bool):
-                kinds = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
-                raise ValueError(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
+        raise ValueError(f"{path} must have a list of {where}; it has {', '.join(content) or 'nothing'}")
     return rows
 
 
-def _read_json(path: Path, kind: type, once: bool = False) -> Any:
-    """Read a JSON object or list; with ``once``, reject duplicate keys, of which JSON would keep the last."""
+def _read_json(path: Path, once: bool = False) -> dict[str, Any]:
+    """Read a JSON object; with ``once``, reject duplicate keys, of which JSON would keep the last."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # accepts a byte order mark
             content = json.load(file, object_pairs_hook=_object if once else None)
@@ -233,10 +218,8 @@ def _read_json(path: Path, kind: type, once: bool = False) -> Any:
         raise ValueError(f"{path} is not a JSON file or is truncated: {error}") from error
     except ValueError as error:  # raised by _object
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(content, kind):
-        raise ValueError(
-            f"{path} must hold a JSON {'list' if kind is list else 'object'}, got a {type(content).__name__}"
-        )
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
     return content
 
 
