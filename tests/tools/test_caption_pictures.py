@@ -155,5 +155,5 @@ def test_attributes_that_are_missing(captioned, tmp_path, capsys):
     for words in ({"000006": [["quark", 1.0]]}, {}):
         file.write_text(json.dumps(words))
         assert run(captioned, tmp_path / "out", picture, options=("--attributes", file)) == 1
-        reason = f"skipped image 000006: {file} has no attribute of it that is in the dictionary"
+        reason = f"skipped image 000006: {file}: image 000006 has no attribute that is in the dictionary"
         assert reason in capsys.readouterr().err

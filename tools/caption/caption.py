@@ -112,14 +112,10 @@ class Captioner:
         return task
 
     def _attributes(self, name: str) -> list[int]:
-        """Return the numbers of a picture's most probable attributes, without words that the dictionary lacks."""
+        """Return the numbers of a picture's most probable attributes."""
         assert self.attributes is not None
-        words = [word for word, _ in self.attributes.get(name, [])[: self.task.cfg.max_attributes]]
-        numbers = [self.task.dictionary.index(word) for word in words]
-        numbers = [number for number in numbers if number >= self.task.dictionary.nspecial]
-        if not numbers:
-            raise ValueError(f"{self.attributes_file} has no attribute of it that is in the dictionary")
-        return numbers
+        words = [word for word, _ in self.attributes.get(name, [])]
+        return self.task.attribute_numbers(name, words, str(self.attributes_file))
 
     def __call__(self, name: str, picture: Image.Image) -> str:
         """Caption a picture in RGB; raise a ValueError if the dictionary has none of its attributes."""
