@@ -4,7 +4,7 @@ Shapes: B images, C channels, T words, Sv regions of D channels, V words of the 
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from torch import Tensor, nn
 
@@ -45,7 +45,7 @@ class RegionDecoder(StepwiseDecoder):
 class RegionCaptionerModel(CaptionerModel):
     """Captioner with a :class:`RegionEncoder`. Its ``defaults`` have the fusion ``visual``."""
 
-    encoder_type: Any = RegionEncoder
+    encoder_type: ClassVar[Any] = RegionEncoder
 
     @classmethod
     def check_task(cls, cfg: Any, task: Any) -> None:
