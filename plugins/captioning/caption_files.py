@@ -7,7 +7,6 @@ are the same image.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 import string
@@ -23,39 +22,11 @@ Words = list[str]
 Captions = dict[ImageId, list[Words]]
 SPLITS = {"train": ("train", "restval"), "valid": ("val",), "val": ("val",), "test": ("test",)}
 
-logger = logging.getLogger(__name__)
 # As in Karpathy's files, words lose ASCII punctuation, "a man's" -> "a mans"; other punctuation separates words.
 _OTHERS = [chr(i) for i in range(0x80, 0x10000) if unicodedata.category(chr(i))[0] == "P"]
 _PUNCTUATION = str.maketrans(dict.fromkeys(_OTHERS, " ") | dict.fromkeys(string.punctuation + "\u2018\u2019", ""))
 # Ideographs and kana, whose scripts do not separate words.
 _CHARACTER = re.compile("[\u3005-\u3007\u3041-\u30ff\u31f0-\u31ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]")
-
-
-class Problems:
-    """Policy for invalid samples: raise an error, or with ``skip`` log a warning and leave the sample out.
-
-    Attributes:
-        number: Number of invalid samples so far. Only the first ``LINES`` are logged.
-    """
-
-    LINES = 100  # limits the log when a whole set is invalid
-
-    def __init__(self, skip: bool) -> None:
-        self.skip, self.number = skip, 0
-
-    def __call__(self, message: str) -> None:
-        """Report one invalid sample.
-
-        Raises:
-            ValueError: ``skip`` is False.
-        """
-        if not self.skip:
-            raise ValueError(f"{message} (--skip-invalid-samples skips such samples)")
-        self.number += 1
-        if self.number <= self.LINES:
-            logger.warning("skipped: %s", message)
-        if self.number == self.LINES:
-            logger.warning("skipped: %d so far; more are only counted", self.number)
 
 
 def words_of(caption: str | Sequence[str]) -> Words:
@@ -68,14 +39,7 @@ def words_of(caption: str | Sequence[str]) -> Words:
     return [sys.intern(word) for word in text.lower().translate(_PUNCTUATION).split()]
 
 
-def has_characters(caption: str) -> bool:
-    """Return whether :func:`words_of` splits words of the caption into Chinese or Japanese characters."""
-    return _CHARACTER.search(caption) is not None
-
-
-def read_splits(
-    captions: Sequence[Path], splits: Path, problems: Problems, bare: Collection[str] = ()
-) -> dict[str, Captions]:
+def read_splits(captions: Sequence[Path], splits: Path, bare: Collection[str] = ()) -> dict[str, Captions]:
     """Return the tokenised captions of every image, grouped by split.
 
     Images have the ids of the caption files, because the metrics use these ids.
@@ -86,13 +50,12 @@ def read_splits(
             ``tokens``) of ``splits``.
         splits: ``{"images": [{"cocoid" or "imgid", "split", "sentences"}]}``; ``sentences`` is optional if
             ``captions`` are given.
-        problems: Called with a message for every invalid sample.
         bare: Splits whose images may have no captions.
 
     Raises:
-        ValueError: A file has another format, or ``problems`` raised an error for an invalid sample.
+        ValueError: A file has another format, or a sample is invalid.
     """
-    texts = _read_coco(captions, problems) if captions else None
+    texts = _read_coco(captions) if captions else None
     where = ", ".join(map(str, captions)) or str(splits)
     by_split: dict[str, Captions] = {}
     seen: dict[str, Any] = {}
@@ -101,27 +64,24 @@ def read_splits(
         if "split" not in entry:
             raise ValueError(f"{splits}: image {image_id} has no split")
         if str(image_id) in seen:
-            problems(f"{splits}: image {image_id} appears twice, in {seen[str(image_id)]} and in {entry['split']}")
-            continue
+            raise ValueError(
+                f"{splits}: image {image_id} appears twice, in {seen[str(image_id)]} and in {entry['split']}"
+            )
         seen[str(image_id)] = entry["split"]
         if texts is None:
             own = _sentences(splits, image_id, entry)
         elif str(image_id) in texts or entry["split"] in bare:
             image_id, own = texts.get(str(image_id), (image_id, []))
         else:
-            problems(f"{splits}: image {image_id} is not in {where}")
-            continue
+            raise ValueError(f"{splits}: image {image_id} is not in {where}")
         if not own and entry["split"] not in bare:
-            problems(f"{splits}: image {image_id} has no captions in {where}")
-            continue
+            raise ValueError(f"{splits}: image {image_id} has no captions in {where}")
         words = []
         for name, text in own:
             if not isinstance(text, (str, tuple)) or not (caption := words_of(text)):
-                problems(f"{where}: {name} of image {image_id} is empty, got {text!r}")
-            else:
-                words.append(caption)
-        if words or not own:
-            by_split.setdefault(str(entry["split"]), {})[image_id] = words
+                raise ValueError(f"{where}: {name} of image {image_id} is empty, got {text!r}")
+            words.append(caption)
+        by_split.setdefault(str(entry["split"]), {})[image_id] = words
     return by_split
 
 
@@ -139,7 +99,7 @@ def _sentences(path: Path, image_id: ImageId, entry: Mapping[str, Any]) -> list[
     return [(f"caption {i + 1}", text) for i, text in enumerate(texts)]
 
 
-def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[ImageId, list[tuple[str, Any]]]]:
+def _read_coco(paths: Sequence[Path]) -> dict[str, tuple[ImageId, list[tuple[str, Any]]]]:
     """Return each image's id and the names and texts of its captions, keyed by the id as a string."""
     images: dict[str, tuple[ImageId, list[tuple[str, Any]]]] = {}
     for path in paths:
@@ -153,9 +113,8 @@ def _read_coco(paths: Sequence[Path], problems: Problems) -> dict[str, tuple[Ima
                 raise ValueError(f"{path}: {name} must have image_id and caption, got {', '.join(annotation)}")
             image_id = image_id_of(path, annotation, "image_id")
             if str(image_id) not in images:
-                problems(f"{path}: {name} belongs to image {image_id}, which is not in its list of images")
-            else:
-                images[str(image_id)][1].append((name, annotation["caption"]))
+                raise ValueError(f"{path}: {name} belongs to image {image_id}, which is not in its list of images")
+            images[str(image_id)][1].append((name, annotation["caption"]))
     return images
 
 
@@ -174,7 +133,7 @@ def read_attributes(path: Path) -> dict[str, list[tuple[str, float]]]:
         ValueError: The file has another format, or an image appears twice.
     """
     attributes = {}
-    for image_id, pairs in _read_json(path, dict, once=True).items():
+    for image_id, pairs in _read_json(path, once=True).items():
         try:
             own = [(str(word).lower(), float(probability)) for word, probability in pairs]
         except (TypeError, ValueError):
@@ -197,31 +156,21 @@ def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], numbe
     return sorted(counts, key=lambda word: (-counts[word], vocabulary[word], word))[:number]
 
 
-def read_items(
-    path: Path, where: str | None, needed: bool = True, **keys: type | tuple[type, ...]
-) -> list[dict[str, Any]]:
-    """Return the list ``where`` of a JSON object, or for None the list in the file; its items have these ``keys``.
-
-    Without ``needed``, a missing list is empty.
+def read_items(path: Path, where: str, needed: bool = True) -> list[dict[str, Any]]:
+    """Return the list ``where`` of a JSON object; without ``needed``, a missing list is empty.
 
     Raises:
         ValueError: The file cannot be read or has another format.
     """
-    content = _read_json(path, list if where is None else dict)
-    rows, name = content if where is None else content.get(where, None if needed else []), where or "results"
+    content = _read_json(path)
+    rows = content.get(where, None if needed else [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        there = f"; it has {', '.join(content) or 'nothing'}" if where else ""
-        raise ValueError(f"{path} must have a list of {name}{there}")
-    for number, row in enumerate(rows):
-        for key, kind in keys.items():
-            if not isinstance(row.get(key), kind) or isinstance(row[key], bool):
-                kinds = kind.__name__ if isinstance(kind, type) else "/".join(k.__name__ for k in kind)
-                raise ValueError(f"{path}: item {number} of {name} must have {key!r} of type {kinds}, got {row!r:.120}")
+        raise ValueError(f"{path} must have a list of {where}; it has {', '.join(content) or 'nothing'}")
     return rows
 
 
-def _read_json(path: Path, kind: type, once: bool = False) -> Any:
-    """Read a JSON object or list; with ``once``, reject duplicate keys, of which JSON would keep the last."""
+def _read_json(path: Path, once: bool = False) -> dict[str, Any]:
+    """Read a JSON object; with ``once``, reject duplicate keys, of which JSON would keep the last."""
     try:
         with path.open(encoding="utf-8-sig") as file:  # accepts a byte order mark
             content = json.load(file, object_pairs_hook=_object if once else None)
@@ -233,10 +182,8 @@ def _read_json(path: Path, kind: type, once: bool = False) -> Any:
         raise ValueError(f"{path} is not a JSON file or is truncated: {error}") from error
     except ValueError as error:  # raised by _object
         raise ValueError(f"{path}: {error}") from error
-    if not isinstance(content, kind):
-        raise ValueError(
-            f"{path} must hold a JSON {'list' if kind is list else 'object'}, got a {type(content).__name__}"
-        )
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object, got a {type(content).__name__}")
     return content
 
 

@@ -1,42 +1,25 @@
-"""Rewards of self-critical training: CIDEr-D, BLEU-4 and ROUGE-L of a caption against the references of its image.
+"""The reward of self-critical training: CIDEr-D of a caption against the references of its image.
 
-This module imports no toolkit. Its values equal those of the standard evaluation package (pycocoevalcap 1.2), which
-calls its CIDEr-D "CIDEr". Sentences are strings of words separated by spaces; the caller tokenises them::
+Its values equal those of the standard evaluation package (pycocoevalcap 1.2), which calls it "CIDEr". Sentences are
+strings of words separated by spaces; the caller tokenises them::
 
-    cider = reward("cider-d", references, cache_dir="work_dirs/rewards")     # {image: [sentence, ...]}
-    cider([42, 42, 7], ["a cat on grass", "a cat", "two coins"])             # float64 array of 3, 0 to 10 each
+    cider = CiderD(references)                                      # {image: [sentence, ...]}
+    cider([42, 42, 7], ["a cat on grass", "a cat", "two coins"])    # float64 array of 3, 0 to 10 each
 
-CIDEr-D processes a whole batch in numpy because every training step calls it. Sources:
-Vedantam et al., CIDEr, 2015, Eq. 1-3 and section 5.2 (the "-D"); Papineni et al., BLEU, 2002; Lin, ROUGE, 2004.
+It processes a whole batch in numpy because every training step calls it. Source:
+Vedantam et al., CIDEr, 2015, Eq. 1-3 and section 5.2 (the "-D").
 """
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
-import zipfile
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 
-from . import files
-
-logger = logging.getLogger(__name__)
 References = Mapping[Hashable, Sequence[str]]
 SIGMA = 6.0  # standard deviation, in words, of the Gaussian over length differences
 ORDERS = 4  # n-grams of 1 to 4 words
-BETA = 1.2  # ROUGE-L: weight of recall relative to precision
-
-
-class Reward(Protocol):
-    """Interface of the rewards that :func:`reward` returns."""
-
-    def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
-        """Return a float64 score per caption, measured against the references of its image."""
 
 
 def _check_references(references: References) -> None:
@@ -122,30 +105,6 @@ class DocumentFrequencies:
             counts.append(np.bincount(once, minlength=len(prefix)).astype(np.int32))
         return cls(len(references), list(vocabulary), codes, counts)
 
-    @classmethod
-    def cached(cls, references: References, folder: str | Path) -> DocumentFrequencies:
-        """Load the frequencies from the cache file for these references in ``folder``, or count and save them.
-
-        Raises:
-            ValueError: As for :meth:`of`.
-        """
-        _check_references(references)
-        digest = hashlib.sha256()
-        for own in references.values():  # ids do not matter, but the grouping of sentences by image does
-            digest.update("".join(f"{' '.join(sentence.split())}\n" for sentence in own).encode() + b"\0")
-        path = Path(folder) / f"cider-df-{digest.hexdigest()[:32]}.npz"
-        if path.is_file():
-            try:
-                return cls._read(path)
-            except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
-                pass  # a broken file: count again and replace it
-        frequencies = cls.of(references)
-        try:
-            frequencies._write(path)
-        except OSError as error:  # such as a read-only folder
-            logger.warning("n-gram frequencies are counted at every start: %s cannot be written (%s)", path, error)
-        return frequencies
-
     @property
     def undefined(self) -> str:
         """Why CIDEr-D is undefined, or an empty text: with weights that are all log 1 = 0, every score is 0."""
@@ -153,20 +112,6 @@ class DocumentFrequencies:
             return ""
         which = "there is only one image" if self.images == 1 else f"all {self.images} images have the same n-grams"
         return f"{which}, so that the weights of all n-grams are 0"
-
-    @classmethod
-    def _read(cls, path: Path) -> DocumentFrequencies:
-        with np.load(path, allow_pickle=False) as file:
-            codes = [file[f"codes{n}"] for n in range(ORDERS)]
-            counts = [file[f"counts{n}"] for n in range(ORDERS)]
-            words = bytes(file["words"]).decode().split("\n")
-            return cls(int(file["images"]), words, codes, counts)
-
-    def _write(self, path: Path) -> None:
-        arrays: dict[str, Any] = {f"codes{n}": codes for n, codes in enumerate(self._codes)}
-        arrays |= {f"counts{n}": counts for n, counts in enumerate(self._counts)}
-        arrays |= dict(images=self.images, words=np.frombuffer("\n".join(self.vocabulary).encode(), np.uint8))
-        files.write(path, lambda partial: np.savez(partial, **arrays))
 
     def look_up(self, level: int, prefix: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the n-grams of order ``level`` + 1 and their image counts; -1 and 0 if unknown.
@@ -192,7 +137,6 @@ class CiderD:
     Args:
         references: Sentences of every image that will be scored.
         frequencies: n-gram frequencies, usually those of the training set; None counts them over ``references``.
-        cache_dir: Folder for counted frequencies, one file per set of references; None disables the cache.
         end: Word appended to every sentence; given ``frequencies`` must have been counted with it.
 
     Raises:
@@ -201,20 +145,14 @@ class CiderD:
     """
 
     def __init__(
-        self,
-        references: References,
-        frequencies: DocumentFrequencies | None = None,
-        cache_dir: str | Path | None = None,
-        end: str | None = None,
+        self, references: References, frequencies: DocumentFrequencies | None = None, end: str | None = None
     ) -> None:
         _check_references(references)
         self._end = [] if end is None else [end]
         self.references = references
         if frequencies is None:
             ended = {image: [" ".join([s, *self._end]) for s in own] for image, own in references.items()}
-            frequencies = (
-                DocumentFrequencies.of(ended) if cache_dir is None else DocumentFrequencies.cached(ended, cache_dir)
-            )
+            frequencies = DocumentFrequencies.of(ended)
         if frequencies.undefined:
             raise ValueError(f"CIDEr-D is undefined: {frequencies.undefined}")
         self.frequencies = frequencies
@@ -287,89 +225,3 @@ class CiderD:
         scale = norm[caption] * norm[reference]  # if zero, the product is zero too
         cosine = np.divide(product, scale, out=np.zeros_like(product), where=scale > 0)
         return np.bincount(caption, cosine * np.exp(-(lengths_apart**2) / (2 * SIGMA**2)), minlength=captions)
-
-
-def _ngrams(words: Sequence[str]) -> Counter[tuple[str, ...]]:
-    return Counter(tuple(words[i : i + n]) for n in range(1, ORDERS + 1) for i in range(len(words) - n + 1))
-
-
-def bleu4(caption: str, references: Sequence[str]) -> float:
-    """Return the unsmoothed BLEU-4 of one sentence, 0 to 1, with the length of the closest reference."""
-    words, others = caption.split(), [reference.split() for reference in references]
-    most: Counter[tuple[str, ...]] = Counter()
-    for other in others:
-        most |= _ngrams(other)
-    correct = [0] * ORDERS
-    for ngram, count in _ngrams(words).items():
-        correct[len(ngram) - 1] += min(count, most[ngram])
-    # 1e-15 and 1e-9 come from the standard package: an order without a match gets a precision above zero.
-    precision = math.prod((right + 1e-15) / (max(len(words) - n, 0) + 1e-9) for n, right in enumerate(correct))
-    closest = min((abs(len(other) - len(words)), len(other)) for other in others)[1]
-    ratio = (len(words) + 1e-15) / (closest + 1e-9)
-    brevity = math.exp(1 - 1 / ratio) if ratio < 1 else 1.0
-    return precision ** (1 / ORDERS) * brevity if words else 0.0
-
-
-def _common_subsequence(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the length of the longest common subsequence; each table row is stored as the bits of one integer."""
-    places: dict[str, int] = {}
-    for place, word in enumerate(first):
-        places[word] = places.get(word, 0) | 1 << place
-    full = (1 << len(first)) - 1
-    row = full
-    for word in second:
-        matched = row & places.get(word, 0)
-        row = (row + matched | row - matched) & full
-    return len(first) - row.bit_count()
-
-
-def rouge_l(caption: str, references: Sequence[str]) -> float:
-    """Return the ROUGE-L of one sentence, 0 to 1, from the best precision and best recall over the references."""
-    words = caption.split()
-    if not words:
-        return 0.0
-    others = [reference.split() or [""] for reference in references]
-    common = [_common_subsequence(words, other) for other in others]
-    precision = max(common) / len(words)
-    recall = max(length / len(other) for length, other in zip(common, others))
-    return (1 + BETA**2) * precision * recall / (recall + BETA**2 * precision) if precision else 0.0
-
-
-class SentenceReward:
-    """Reward that applies a function of one caption and its references to a batch.
-
-    Raises:
-        ValueError: There is no image, or an image has no references.
-    """
-
-    def __init__(self, function: Callable[[str, Sequence[str]], float], references: References) -> None:
-        _check_references(references)
-        self.function, self.references = function, references
-
-    def __call__(self, images: Sequence[Hashable], captions: Sequence[str]) -> np.ndarray:
-        """Score a batch; see :meth:`CiderD.__call__`."""
-        _check_batch(self.references, images, captions)
-        scores = (self.function(caption, self.references[image]) for image, caption in zip(images, captions))
-        return np.fromiter(scores, float, len(captions))
-
-
-REWARDS = ("cider-d", "bleu-4", "rouge-l")
-
-
-def reward(name: str, references: References, *, cache_dir: str | Path | None = None, end: str | None = None) -> Reward:
-    """Create the reward ``name`` over ``references``.
-
-    Args:
-        name: ``'cider-d'``, ``'bleu-4'`` or ``'rouge-l'``.
-        references: Sentences of every image, ``{image: sentences}``.
-        cache_dir: See :class:`CiderD`; ignored by the other rewards.
-        end: See :class:`CiderD`; ignored by the other rewards.
-
-    Raises:
-        ValueError: The name is unknown, there is no image, or an image has no references.
-    """
-    if name == "cider-d":
-        return CiderD(references, cache_dir=cache_dir, end=end)
-    if name not in REWARDS:
-        raise ValueError(f"reward must be one of {', '.join(REWARDS)}, got {name!r}")
-    return SentenceReward(bleu4 if name == "bleu-4" else rouge_l, references)

@@ -1,9 +1,8 @@
 """Adapter for fairseq, loaded through its ``--user-dir``: ``fairseq-train ... --user-dir plugins/fairseq``.
 
 ``python -m attn_plugins fairseq-dir`` prints the path of this folder in an installed package. Importing it registers
-the task ``captioning``, the criteria ``self_critical`` and ``doubly_stochastic_cross_entropy`` and the models
-``aligned_lstm``, ``conv_captioner``, ``eta_transformer``, ``lstm_captioner``, ``show_attend_tell``,
-``spatial_transformer`` and ``spatial_transformer_lm``.
+the task ``captioning``, the criterion ``self_critical`` and the models ``aligned_lstm``, ``conv_captioner``,
+``eta_transformer``, ``lstm_captioner``, ``show_attend_tell``, ``spatial_transformer`` and ``spatial_transformer_lm``.
 
 ``torch.load`` (>= 2.6) accepts only tensors and plain containers by default. This package declares the other types in
 fairseq's checkpoints safe (``argparse.Namespace``, and the types that distributed processes exchange when they resume),
@@ -27,13 +26,12 @@ from omegaconf.base import ContainerMetadata, Metadata
 
 from attn_plugins.fairseq import console_log, numpy2
 
-# Importing registers the models, the task and the criteria.
+# Importing registers the models, the task and the criterion.
 if __name__ == "attn_plugins.fairseq":
     from . import (  # noqa: F401
         aligned_lstm,
         captioning,
         conv_captioner,
-        doubly_stochastic,
         eta_transformer,
         lstm_captioner,
         self_critical,

@@ -36,7 +36,7 @@ class CaptionerConfig(FairseqDataclass):
 
 
 class CaptionerModel(FairseqEncoderDecoderModel):
-    """Base model of captioners that read regions, attributes or both.
+    """Base model of captioners of the task ``captioning``.
 
     Attributes:
         encoder_type: Class of the encoder, created from the options, the dictionary, the embeddings and the number of
@@ -137,12 +137,11 @@ class ModalitiesEncoder(FairseqEncoder):
         dictionary: Dictionary of attributes.
         embed_tokens: The decoder's word embeddings.
         fusion: ``visual`` and ``semantic`` models read only that modality.
-        named: Description of the model in the error for missing regions.
     """
 
-    def __init__(self, dictionary: Any, embed_tokens: nn.Embedding, fusion: str, named: str = "") -> None:
+    def __init__(self, dictionary: Any, embed_tokens: nn.Embedding, fusion: str) -> None:
         super().__init__(dictionary)
-        self.fusion, self.embed_tokens, self.named = fusion, embed_tokens, named or f"with --fusion {fusion}"
+        self.fusion, self.embed_tokens = fusion, embed_tokens
 
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
@@ -170,7 +169,7 @@ class ModalitiesEncoder(FairseqEncoder):
         """
         if self.fusion != "semantic":
             if regions is None:
-                raise ValueError(f"regions must be in net_input {self.named}")
+                raise ValueError("regions must be in net_input of a model that reads them")
             regions = regions.to(self.embed_tokens.weight.dtype)  # fairseq-generate --fp16 converts only models
         encoder_out: EncoderOut = {}
         for name, modality in zip(SEEN, self.encode(src_tokens, regions, regions_padding_mask)):

@@ -21,16 +21,7 @@ from fairseq.sequence_scorer import SequenceScorer
 from fairseq.tasks import FairseqTask, register_task
 
 from ..captioning import files
-from ..captioning.caption_files import (
-    SPLITS,
-    Captions,
-    ImageId,
-    Problems,
-    Words,
-    described_by,
-    read_attributes,
-    read_splits,
-)
+from ..captioning.caption_files import SPLITS, Captions, ImageId, Words, described_by, read_attributes, read_splits
 from ..captioning.region_features import RegionFeatures
 from .captioning_config import CaptioningConfig
 from .captioning_dataset import CaptionedImage, CaptioningDataset
@@ -64,7 +55,6 @@ class CaptioningTask(FairseqTask):
         for name in ("min_word_count", "max_attributes"):
             if getattr(cfg, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
-        self.problems = Problems(cfg.skip_invalid_samples)
         if cfg.oracle_attributes and cfg.attributes is not None:
             raise ValueError(f"--oracle-attributes replaces --attributes: give one of them, got {cfg.attributes}")
         regions = self._path("regions", "regions.npz", "regions.tsv", "regions.hdf5", "regions.h5")
@@ -75,7 +65,6 @@ class CaptioningTask(FairseqTask):
             raise ValueError(f"{cfg.data} has neither regions nor attributes: give --regions, --attributes or both")
         self.dictionary = self._dictionary()
         self._results: dict[ImageId, str] | None = None
-        self._reported: dict[str, int] = {}
 
     @classmethod
     def setup_task(cls, cfg: CaptioningConfig, **kwargs: Any) -> "CaptioningTask":
@@ -109,7 +98,7 @@ class CaptioningTask(FairseqTask):
         for path in captions:
             if not path.is_file():
                 raise FileNotFoundError(f"--captions: {path} does not exist")
-        return read_splits(captions, splits, self.problems, SPLITS["test"])
+        return read_splits(captions, splits, SPLITS["test"])
 
     def captions_of(self, split: str) -> Captions:
         """Return the captions of every image of ``train`` (with Karpathy's ``restval``), ``valid`` or ``test``.
@@ -172,27 +161,18 @@ class CaptioningTask(FairseqTask):
 
         Raises:
             FileNotFoundError: A file does not exist.
-            ValueError: A file is invalid, or a sample is invalid and ``--skip-invalid-samples`` is not given.
+            ValueError: A file or a sample is invalid.
         """
         captions = self.captions_of(split)
         self._check_dictionary(split, captions)
-        images = list(self._images(captions))
-        if not images:
-            raise ValueError(f"no image of {split} is valid")
+        images = [self._image(image_id, words) for image_id, words in captions.items()]
         dataset = CaptioningDataset(
-            images,
-            self.regions,
-            self.dictionary,
-            training=split == "train",
-            skip=self.cfg.skip_invalid_samples,
-            one_caption=self.cfg.one_caption_per_image,
+            images, self.regions, self.dictionary, training=split == "train", one_caption=self.cfg.one_caption_per_image
         )
         self.datasets[split] = dataset
         logger.info("%s: %d images, %d samples", split, len(images), len(dataset))
         if bare := sum(not image.captions for image in images):
             logger.info("%s: %d images have no captions: they can only be captioned", split, bare)
-        if self.problems.number:
-            logger.warning("%d bad samples skipped so far, in all files", self.problems.number)
 
     def _check_dictionary(self, split: str, captions: Captions) -> None:
         """Warn when many words are unknown, which suggests a dictionary made from other captions."""
@@ -210,51 +190,40 @@ class CaptioningTask(FairseqTask):
                 self._dictionary_path,
             )
 
-    def _images(self, captions: Captions) -> Iterator[CaptionedImage]:
-        """Yield the valid images."""
-        dictionary = self.dictionary
-        for image_id, words in captions.items():
-            count = self._region_count(image_id)
-            attributes = self._attributes(image_id, words)
-            if count is not None and attributes is not None:
-                numbers = [[dictionary.index(word) for word in caption] for caption in words]
-                yield CaptionedImage(image_id, numbers, [" ".join(caption) for caption in words], attributes, count)
+    def _image(self, image_id: ImageId, words: list[Words]) -> CaptionedImage:
+        """Convert the words of an image to numbers.
 
-    def _region_count(self, image_id: ImageId) -> Optional[int]:
-        """Return the number of regions, or None to skip the image."""
-        if self.regions is None:
-            return 0
-        if image_id not in self.regions:
-            self.problems(f"{self.regions.path} has no image {image_id}")
-            return None
-        count = self.regions.count(image_id)
-        if count == 0:
-            self.problems(f"{self.regions.path}: image {image_id} has no regions")
-            return None
-        return count
+        Raises:
+            ValueError: The image has no regions, or no attributes that are in the dictionary.
+        """
+        count = 0 if self.regions is None else self.regions.count(image_id)
+        if self.regions is not None and count == 0:
+            raise ValueError(f"{self.regions.path}: image {image_id} has no regions: remove it from the splits")
+        numbers = [[self.dictionary.index(word) for word in caption] for caption in words]
+        references = [" ".join(caption) for caption in words]
+        return CaptionedImage(image_id, numbers, references, self._attributes(image_id, words), count)
 
-    def _attributes(self, image_id: ImageId, captions: list[Words]) -> Optional[list[int]]:
-        """Return the attributes' numbers in the dictionary, or None to skip the image."""
+    def _attributes(self, image_id: ImageId, captions: list[Words]) -> list[int]:
         if not self.has_attributes:
             return [self.dictionary.eos()]  # the batch size is read from the attributes
         if self.attributes_file is None:
             words, where = described_by(captions, self._oracle_vocabulary, self.cfg.max_attributes), "its captions"
         else:
+            words = [word for word, _ in self._attribute_words.get(str(image_id), [])]
             where = str(self.attributes_file)
-            if str(image_id) not in self._attribute_words:
-                self.problems(f"{where} has no image {image_id}")
-                return None
-            words = [word for word, _ in self._attribute_words[str(image_id)][: self.cfg.max_attributes]]
-        numbers = []
-        for word in words:
-            number = self.dictionary.index(word)
-            if number < self.dictionary.nspecial:  # <unk>
-                self.problems(f"{where}: attribute {word!r} of image {image_id} is not in the dictionary")
-            else:
-                numbers.append(number)
+        return self.attribute_numbers(image_id, words, where)
+
+    def attribute_numbers(self, image_id: ImageId, words: list[str], where: str) -> list[int]:
+        """Return the numbers of an image's first attributes in the dictionary; others are left out.
+
+        Raises:
+            ValueError: None of ``words``, which are from ``where``, is in the dictionary.
+        """
+        numbers = [self.dictionary.index(word) for word in words]
+        numbers = [number for number in numbers if number >= self.dictionary.nspecial]
         if not numbers:
-            self.problems(f"{where}: image {image_id} has no attributes")
-        return numbers or None
+            raise ValueError(f"{where}: image {image_id} has no attribute that is in the dictionary")
+        return numbers[: self.cfg.max_attributes]
 
     @cached_property
     def _attribute_words(self) -> dict[str, list[tuple[str, float]]]:
@@ -268,17 +237,6 @@ class CaptioningTask(FairseqTask):
         last = min(len(self.dictionary), first + ORACLE_WORDS)
         return {self.dictionary[i]: self.dictionary.count[i] for i in range(first, last)}
 
-    def begin_epoch(self, epoch: int, model: Any) -> None:
-        """Warn about images skipped because their regions cannot be read, if their number has grown."""
-        for split, dataset in self.datasets.items():
-            if dataset.skipped > self._reported.get(split, 0):
-                self._reported[split] = dataset.skipped
-                logger.warning(
-                    "%s: %d images skipped so far because their regions cannot be read", split, dataset.skipped
-                )
-
-    begin_valid_epoch = begin_epoch
-
     def filter_indices_by_size(
         self, indices: Any, dataset: Any, max_positions: Any = None, ignore_invalid_inputs: bool = False
     ) -> Any:
@@ -290,10 +248,9 @@ class CaptioningTask(FairseqTask):
                 f"{len(ignored)} samples are too large: image {dataset.image_id(ignored[0])} has {regions} regions and "
                 f"a caption of {words} words including its end; the limit is {max_positions}"
             )
-            if ignore_invalid_inputs:  # set in training
-                logger.warning("skipped: %s", message)
-            else:
-                self.problems(message)
+            if not ignore_invalid_inputs:  # set in training
+                raise ValueError(message)
+            logger.warning("skipped: %s", message)
         return super().filter_indices_by_size(indices, dataset, max_positions, True)
 
     def build_generator(self, models: Any, args: Any, *more: Any, **kwargs: Any) -> Any:

@@ -54,9 +54,6 @@ class CaptioningConfig(FairseqDataclass):
         default=False,
         metadata={"help": "use one training sample per image, not per caption (for --criterion self_critical)"},
     )
-    skip_invalid_samples: bool = field(
-        default=False, metadata={"help": "skip invalid samples with a line in the log instead of an error"}
-    )
     results_json: Optional[str] = field(
         default=None,
         metadata={"help": 'fairseq-generate: write [{"image_id", "caption"}, ...] to this file, in COCO format'},

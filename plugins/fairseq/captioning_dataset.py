@@ -5,7 +5,6 @@ Shapes: B samples, Sv regions, Ss attributes, D channels per region, T words inc
 
 from __future__ import annotations
 
-import logging
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from fairseq.data import Dictionary, FairseqDataset, data_utils
 
 from ..captioning.caption_files import ImageId
 from ..captioning.region_features import RegionFeatures
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -69,7 +66,6 @@ class CaptioningDataset(FairseqDataset):
         dictionary: Dictionary of captions and attributes.
         training: Use every caption as a sample, in another order each epoch; otherwise every image, with its first
             caption as target.
-        skip: Skip images whose regions cannot be read, with a line in the log, instead of raising an error.
         one_caption: Use one sample per image in training too.
     """
 
@@ -79,11 +75,10 @@ class CaptioningDataset(FairseqDataset):
         regions: RegionFeatures | None,
         dictionary: Dictionary,
         training: bool = False,
-        skip: bool = False,
         one_caption: bool = False,
     ) -> None:
         super().__init__()
-        self.regions, self.dictionary, self.training, self.skip = regions, dictionary, training, skip
+        self.regions, self.dictionary, self.training = regions, dictionary, training
         self.image_ids = [image.image_id for image in images]
         self.references = [image.references for image in images]
         end = [dictionary.eos()]
@@ -97,29 +92,14 @@ class CaptioningDataset(FairseqDataset):
         self.samples = np.arange(len(self.image_of)) if training and not one_caption else firsts
         self.lengths = self.captions.lengths[self.samples]
         self.region_counts = np.array([image.regions for image in images], np.int64)[self.image_of[self.samples]]
-        # All workers share this, so that an image is reported once.
-        self._skipped = torch.zeros(len(images), dtype=torch.bool).share_memory_()
-
-    @property
-    def skipped(self) -> int:
-        """Number of images that the workers could not read so far."""
-        return int(self._skipped.sum())
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, index: int) -> dict[str, Any] | None:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         caption = int(self.samples[index])
         image = int(self.image_of[caption])
-        try:
-            features = None if self.regions is None else self.regions.regions(self.image_ids[image])["features"]
-        except ValueError as error:
-            if not self.skip:
-                raise
-            if not self._skipped[image]:
-                self._skipped[image] = True
-                logger.warning("skipped: %s", error)
-            return None
+        features = None if self.regions is None else self.regions.regions(self.image_ids[image])["features"]
         return dict(
             id=index,
             image=image,
@@ -128,53 +108,42 @@ class CaptioningDataset(FairseqDataset):
             target=self.captions[caption],
         )
 
-    def collater(self, samples: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """Collate samples into a batch; skipped samples are None.
+    def collater(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Collate samples into a batch.
 
         Returns:
             ``net_input``: ``src_tokens`` (B, Ss) attributes and ``src_lengths`` (B,), ``regions`` (B, Sv, D),
             ``regions_padding_mask`` (B, Sv), or None without padding, ``prev_output_tokens`` (B, T).
             ``target`` (B, T), ``id``, ``image_ids``, ``references`` and the counts that fairseq needs. Padding is on
-            the right. If all samples were skipped, the batch holds another sample. If images of the dataset have no
-            captions, ``target`` is None and ``references`` are missing.
+            the right. If images of the dataset have no captions, ``target`` is None and ``references`` are missing.
         """
-        present = [sample for sample in samples if sample is not None]
         if not samples:
             return {}
-        if not present:  # fairseq fails on an empty batch if it is the first one, or in validation
-            present = [self._any_sample()]
         pad, eos = self.dictionary.pad(), self.dictionary.eos()
-        target = data_utils.collate_tokens([sample["target"] for sample in present], pad)
+        target = data_utils.collate_tokens([sample["target"] for sample in samples], pad)
         net_input = dict(
-            src_tokens=data_utils.collate_tokens([sample["attributes"] for sample in present], pad),
-            src_lengths=torch.tensor([len(sample["attributes"]) for sample in present]),
+            src_tokens=data_utils.collate_tokens([sample["attributes"] for sample in samples], pad),
+            src_lengths=torch.tensor([len(sample["attributes"]) for sample in samples]),
             prev_output_tokens=data_utils.collate_tokens(
-                [sample["target"] for sample in present], pad, eos, move_eos_to_beginning=True
+                [sample["target"] for sample in samples], pad, eos, move_eos_to_beginning=True
             ),
         )
         if self.regions is not None:
-            counts = torch.tensor([len(sample["regions"]) for sample in present])
-            net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in present], True)
+            counts = torch.tensor([len(sample["regions"]) for sample in samples])
+            net_input["regions"] = torch.nn.utils.rnn.pad_sequence([sample["regions"] for sample in samples], True)
             mask = torch.arange(int(counts.max())) >= counts.unsqueeze(1)
             net_input["regions_padding_mask"] = mask if mask.any() else None
         batch = dict(
-            id=torch.tensor([sample["id"] for sample in present]),
-            nsentences=len(present),
+            id=torch.tensor([sample["id"] for sample in samples]),
+            nsentences=len(samples),
             ntokens=int(target.ne(pad).sum()),
             net_input=net_input,
             target=target if self.described else None,
-            image_ids=[self.image_ids[sample["image"]] for sample in present],
+            image_ids=[self.image_ids[sample["image"]] for sample in samples],
         )
         if self.described:
-            batch["references"] = [self.references[sample["image"]] for sample in present]
+            batch["references"] = [self.references[sample["image"]] for sample in samples]
         return batch
-
-    def _any_sample(self) -> dict[str, Any]:
-        for index in range(len(self)):
-            sample = self[index]
-            if sample is not None:
-                return sample
-        raise ValueError(f"no image of {len(self.image_ids)} can be read")
 
     def image_id(self, index: int) -> ImageId:
         """Return the image id of a sample."""

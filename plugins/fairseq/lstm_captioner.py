@@ -1,10 +1,9 @@
-"""``lstm_captioner``: LSTM with attention to regions, attributes or both, for the task ``captioning``.
+"""``lstm_captioner``: LSTM with attention to regions, for the task ``captioning``.
 
 The thesis' Table 2.4 compares with an LSTM that its text calls "equipped with visual attention mechanism" (Xu et al.
 2015); the table itself cites Karpathy and Fei-Fei (2015) and states no size. This model uses
-:class:`attn_plugins.modules.AttendedLSTM`: each modality, projected regions or embedded attributes, has an attention
-whose output feeds the next step. ``--fusion visual`` is the table's row; ``semantic`` uses attributes instead, and
-``parallel`` uses both. ``show_attend_tell`` is the decoder of Xu et al.
+:class:`attn_plugins.modules.AttendedLSTM`, whose attention to the projected regions feeds the next step.
+``show_attend_tell`` is the decoder of Xu et al.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 from ..modules import AttendedLSTM, Modality
 from ..modules.sequences.alignment_attention import ALIGNMENT_SCORES
 from ..modules.sequences.attended_lstm import AttendedLSTMState
-from .captioner import set_sizes
-from .fusing_captioner import SOURCES, CaptionerDecoder, FusingConfig, FusingModel
+from .captioner import CaptionerConfig, set_sizes
+from .region_captioner import RegionCaptionerModel, RegionDecoder
 from .registries import forget
 
 forget(__name__)
@@ -29,39 +28,39 @@ BASE = {"embed_dim": 512, "layers": 1}
 
 
 @dataclass
-class LSTMCaptionerConfig(FusingConfig):
+class LSTMCaptionerConfig(CaptionerConfig):
     """Options of the model ``lstm_captioner``."""
 
     layers: Optional[int] = field(default=None, metadata={"help": "layers of the LSTM (base: 1)"})
     alignment: ChoiceEnum(list(ALIGNMENT_SCORES)) = field(  # type: ignore[valid-type]
-        default="additive", metadata={"help": "alignment score of the decoder's state and the regions or attributes"}
+        default="additive", metadata={"help": "alignment score of the decoder's state and the regions"}
     )
 
 
-class LSTMCaptionerDecoder(CaptionerDecoder):
+class LSTMCaptionerDecoder(RegionDecoder):
     """Decoder based on :class:`AttendedLSTM`."""
 
     model = "lstm_captioner"
 
-    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: Optional[int]) -> None:
+    def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: int) -> None:
         super().__init__(cfg, dictionary, embed_tokens, visual_dim)
         score: Any = str(cfg.alignment)
-        self.lstm = AttendedLSTM(cfg.embed_dim, SOURCES[str(cfg.fusion)], cfg.layers, score, cfg.dropout)
+        self.lstm = AttendedLSTM(cfg.embed_dim, cfg.layers, score, cfg.dropout)
 
     def advance(
         self, words: Tensor, memory: dict[str, Modality], state: Optional[AttendedLSTMState]
     ) -> tuple[Tensor, dict[str, list[Tensor]], AttendedLSTMState]:
         """Continue after ``state``; see :meth:`StepwiseDecoder.advance`."""
-        features, weights, state = self.lstm(words, memory, state)
-        return features, {name: [alignment] for name, alignment in weights.items()}, state
+        features, alignment, state = self.lstm(words, *memory["visual"], state)
+        return features, {"visual": [alignment]}, state
 
 
 @register_model("lstm_captioner", dataclass=LSTMCaptionerConfig)
-class LSTMCaptionerModel(FusingModel):
+class LSTMCaptionerModel(RegionCaptionerModel):
     """Captioner with an attended LSTM; select it by ``--arch`` or hydra's ``model._name``."""
 
     decoder_type = LSTMCaptionerDecoder
-    defaults: ClassVar = {**vars(LSTMCaptionerConfig()), **BASE}
+    defaults: ClassVar = {**vars(LSTMCaptionerConfig()), **BASE, "fusion": "visual"}
 
 
 @register_model_architecture("lstm_captioner", "lstm_captioner_tiny")

@@ -8,7 +8,7 @@ number of sampled captions over all workers and all batches of an update.
 
 Captions are sampled without dropout, as at inference, and the pass with a gradient omits dropout too. Otherwise the
 gradient of the baseline term would not be zero on average, and since a greedy caption mostly beats a sampled one,
-training would drive the model away from what it has learned. ``--dropout-in-loss`` enables dropout in that pass.
+training would drive the model away from what it has learned.
 
 The policy has the search space of ``fairseq-generate``: no padding, at least one word, and an end after at most
 ``--max-caption-length`` words. It also excludes the begin-of-sentence symbol, which no caption contains.
@@ -23,12 +23,11 @@ Shapes: B images, K captions per image (the greedy one, if any, comes first), T 
 its end, V words of the dictionary.
 """
 
-# ruff: noqa: UP045  fairseq reads the types of the fields
 import logging
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +36,7 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.logging import metrics
 from torch import Tensor
 
-from ..captioning.caption_rewards import ORDERS, REWARDS, CiderD, reward
+from ..captioning.caption_rewards import CiderD
 from .registries import forget
 
 forget(__name__)
@@ -70,19 +69,6 @@ class SelfCriticalConfig(FairseqDataclass):
         default="greedy",
         metadata={"help": "reward to beat: that of the greedy caption, or the mean of the other sampled captions"},
     )
-    reward: ChoiceEnum(REWARDS) = field(  # type: ignore[valid-type]
-        default="cider-d", metadata={"help": "score of a caption against the references of its image"}
-    )
-    reward_cache: Optional[str] = field(
-        default=None, metadata={"help": "folder for the n-gram frequencies of the training captions (DATA)"}
-    )
-    sampling_temperature: float = field(
-        default=1.0, metadata={"help": "divisor of the logits, in sampling and in the loss"}
-    )
-    dropout_in_loss: bool = field(
-        default=False,
-        metadata={"help": "use dropout in the pass with a gradient, not in sampling; safe with --baseline mean"},
-    )
     max_caption_length: int = field(default=20, metadata={"help": "maximum words of a caption, without its end"})
 
 
@@ -104,33 +90,19 @@ class SelfCriticalCriterion(FairseqCriterion):
         for name in ("samples", "max_caption_length"):
             if getattr(cfg, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
-        if not 0 < cfg.sampling_temperature < float("inf"):
-            raise ValueError(f"--sampling-temperature must be positive, got {cfg.sampling_temperature}")
-        self.baseline, self.reward = str(cfg.baseline), str(cfg.reward)
+        self.baseline = str(cfg.baseline)
         if self.baseline not in BASELINES:
             raise ValueError(f"--baseline must be one of {', '.join(BASELINES)}, got {self.baseline!r}")
-        if self.reward not in REWARDS:
-            raise ValueError(f"--reward must be one of {', '.join(REWARDS)}, got {self.reward!r}")
         if self.baseline == "mean" and cfg.samples < 2:
             raise ValueError("--baseline mean compares with other samples: --samples must be at least 2, got 1")
-        self.samples, self.max_length, self.temperature = cfg.samples, cfg.max_caption_length, cfg.sampling_temperature
-        self.dropout_in_loss = cfg.dropout_in_loss
+        self.samples, self.max_length = cfg.samples, cfg.max_caption_length
         self.dictionary = task.target_dictionary
-        self.frequencies = None
-        if self.reward == "bleu-4":
-            longest = max(len(words) for captions in task.captions_of("train").values() for words in captions)
-            if min(longest, self.max_length) < ORDERS:
-                raise ValueError(
-                    f"--reward bleu-4 needs captions of {ORDERS} words, but the longest in training have {longest}, "
-                    f"and --max-caption-length is {self.max_length}"
-                )
-        if self.reward == "cider-d":
-            training = task.captions_of("train")
-            references: dict[Hashable, list[str]] = {
-                image_id: [" ".join(words) for words in captions] for image_id, captions in training.items()
-            }
-            self.frequencies = CiderD(references, cache_dir=cfg.reward_cache or task.cfg.data, end=END).frequencies
-            logger.info("CIDEr-D weights n-grams by the captions of %d images", self.frequencies.images)
+        training = task.captions_of("train")
+        references: dict[Hashable, list[str]] = {
+            image_id: [" ".join(words) for words in captions] for image_id, captions in training.items()
+        }
+        self.frequencies = CiderD(references, end=END).frequencies
+        logger.info("CIDEr-D weights n-grams by the captions of %d images", self.frequencies.images)
 
     def forward(self, model: Any, sample: dict[str, Any], reduce: bool = True) -> tuple[Tensor, int, dict[str, Any]]:
         """Compute the loss in training, and the negative reward of greedy captions in validation.
@@ -160,7 +132,7 @@ class SelfCriticalCriterion(FairseqCriterion):
         advantage = drawn - baseline
 
         target = captions[:, greedy:].flatten(0, 1)
-        with nullcontext() if self.dropout_in_loss else _inference(model):
+        with _inference(model):
             log_p, entropy = self.log_probabilities(model, sample["net_input"], target)
         loss = -torch.from_numpy(advantage).flatten().to(log_p) * log_p
         log = {
@@ -197,7 +169,7 @@ class SelfCriticalCriterion(FairseqCriterion):
 
     def _policy(self, logits: Tensor, first: Tensor) -> Tensor:
         """Return the policy's logits (N, V) in float32, -inf for excluded words; ``first`` (N,) marks first words."""
-        logits = logits.float() / self.temperature
+        logits = logits.to(torch.float, copy=True)
         logits[:, [self.padding_idx, self.dictionary.bos()]] = -torch.inf
         logits[:, self.dictionary.eos()].masked_fill_(first, -torch.inf)
         return logits
@@ -242,10 +214,7 @@ class SelfCriticalCriterion(FairseqCriterion):
     def rewards(self, sample: Mapping[str, Any], captions: Tensor) -> np.ndarray:
         """Compute rewards, (B, K, T) -> float64 (B, K)."""
         references = dict(zip(sample["image_ids"], sample["references"]))
-        if self.frequencies is None:
-            score: Any = reward(self.reward, references)
-        else:
-            score = CiderD(references, self.frequencies, end=END)
+        score = CiderD(references, self.frequencies, end=END)
         B, K, _ = captions.shape
         eos, symbols = self.dictionary.eos(), self.dictionary.symbols
         texts = []

@@ -1,9 +1,8 @@
 """``show_attend_tell``: LSTM with soft attention over the cells of a grid, for the task ``captioning``.
 
 The model of Xu et al. 2015 as in the lecture ("Image Captioning"): the decoder, which is
-:class:`attn_plugins.modules.ShowAttendTell`, attends to the stored features directly. The criterion
-``doubly_stochastic_cross_entropy`` adds the paper's regularisation. Regions may be the cells of a grid
-(``tools.caption extract --grid``) or those of a detector.
+:class:`attn_plugins.modules.ShowAttendTell`, attends to the stored features directly, which
+may be those of the cells of a grid (``tools.caption extract --grid``) or of a detector.
 """
 
 # ruff: noqa: UP045  fairseq reads the types of the fields
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 
 from ..modules import Modality, ShowAttendTell
 from ..modules.captioning.show_attend_tell import ShowAttendTellState
-from .captioner import CaptionerConfig, CaptionerModel, ModalitiesEncoder, set_sizes
-from .fusing_captioner import CaptionerDecoder
+from .captioner import CaptionerConfig, ModalitiesEncoder, set_sizes
+from .region_captioner import RegionCaptionerModel, RegionDecoder
 from .registries import forget
 
 forget(__name__)
@@ -39,7 +38,7 @@ class GridEncoder(ModalitiesEncoder):
     """Encoder that passes the features on unchanged."""
 
     def __init__(self, cfg: Any, dictionary: Any, embed_tokens: nn.Embedding, visual_dim: int) -> None:
-        super().__init__(dictionary, embed_tokens, "visual", "of show_attend_tell")
+        super().__init__(dictionary, embed_tokens, "visual")
 
     def encode(
         self, src_tokens: Tensor, regions: Optional[Tensor], regions_padding_mask: Optional[Tensor]
@@ -49,7 +48,7 @@ class GridEncoder(ModalitiesEncoder):
         return Modality(regions, regions_padding_mask), None
 
 
-class ShowAttendTellDecoder(CaptionerDecoder):
+class ShowAttendTellDecoder(RegionDecoder):
     """Decoder based on :class:`ShowAttendTell`."""
 
     model = "show_attend_tell"
@@ -67,19 +66,12 @@ class ShowAttendTellDecoder(CaptionerDecoder):
 
 
 @register_model("show_attend_tell", dataclass=ShowAttendTellConfig)
-class ShowAttendTellModel(CaptionerModel):
+class ShowAttendTellModel(RegionCaptionerModel):
     """Show, Attend and Tell captioner; select it by ``--arch`` or hydra's ``model._name``."""
 
     encoder_type, decoder_type = GridEncoder, ShowAttendTellDecoder
     defaults: ClassVar = {**vars(ShowAttendTellConfig()), **BASE, "fusion": "visual"}
     region_weight = "decoder.lstm.first_hidden.weight"
-
-    @classmethod
-    def check_task(cls, cfg: Any, task: Any) -> None:
-        """Check that the task has regions, and that a caption may have a word."""
-        if getattr(task, "regions", None) is None:
-            raise ValueError("show_attend_tell needs region features: give --regions")
-        super().check_task(cfg, task)
 
 
 @register_model_architecture("show_attend_tell", "show_attend_tell_tiny")

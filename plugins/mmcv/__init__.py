@@ -24,7 +24,6 @@ One line in any config is enough::
 ``Attended``                     any upstream model with its attention layers replaced, see :mod:`.attended`
 ``HELENDataset, LFWPLDataset``   faces: ``dataset=dict(type=..., data_root=..., ...)``; need mmsegmentation
 ``FaceParsingMetric``            their scores: ``val_evaluator=dict(type=...)``; needs mmsegmentation
-``BoundaryMetric``               F1 of the edges of masks: ``val_evaluator=dict(type=..., tolerance=1)``
 ================================ =======================================================================
 
 To use this package's operators in configs that name mmcv's own layers, import :mod:`attn_plugins.mmcv.drop_in`
@@ -86,5 +85,4 @@ register_lazily(
 )
 register_lazily(DATASETS, "face_parsing", "HELENDataset", "LFWPLDataset")
 register_lazily(METRICS, "face_parsing", "FaceParsingMetric")
-register_lazily(METRICS, "boundary", "BoundaryMetric")
 CheckpointLoader.register_scheme(r".*\.safetensors$", load_from_safetensors, force=True)

@@ -11,16 +11,16 @@
 With ``--landmarks`` it aligns HELEN's faces by the data set's landmarks, as the thesis did before scoring.
 
 Mirroring a face swaps its left and right eyes: give HELEN's ``RandomFlip`` the argument
-``swap_seg_labels=[(2, 3), (4, 5)]``.
+``swap_seg_labels=[(2, 3), (4, 5)]``. The labels are those of the stored pixels: load images with
+``color_type="color_ignore_orientation"``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mmengine import fileio
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS, METRICS
@@ -30,65 +30,24 @@ from torch import Tensor
 __all__ = ["FaceParsingMetric", "HELENDataset", "LFWPLDataset"]
 
 
-class _FaceDataset(BaseSegDataset):
-    """BaseSegDataset that reports missing images and label images at its creation, not during training."""
-
-    def load_data_list(self) -> list[dict[str, Any]]:
-        """Load the list of samples; labels are expected if ``data_prefix`` names their folder.
-
-        Raises:
-            FileNotFoundError: There is no image, or an image or its label image is missing.
-        """
-        samples = super().load_data_list()
-        advice = f"expected images *{self.img_suffix} and label images *{self.seg_map_suffix} of the same names"
-        if not samples:
-            folder = self.data_prefix["img_path"]
-            raise FileNotFoundError(f"{folder or 'img_path'} contains no image *{self.img_suffix}: {advice}")
-        paths = [sample[key] for sample in samples for key in ("img_path", "seg_map_path") if key in sample]
-        missing = [path for path in paths if not fileio.isfile(path, backend_args=self.backend_args)]
-        if missing:
-            raise FileNotFoundError(
-                f"{len(missing)} files of {len(samples)} faces are missing, {missing[0]} first: {advice}"
-            )
-        return samples
-
-
 @DATASETS.register_module(force=True)
-class HELENDataset(_FaceDataset):
+class HELENDataset(BaseSegDataset):
     """HELEN with the eleven labels of Smith et al. 2013; takes the arguments of mmseg's ``BaseSegDataset``."""
 
     METAINFO = dict(
         classes=(
-            "background",
-            "skin",
-            "left brow",
-            "right brow",
-            "left eye",
-            "right eye",
-            "nose",
-            "upper lip",
-            "inner mouth",
-            "lower lip",
-            "hair",
+            "background", "skin", "left brow", "right brow", "left eye", "right eye", "nose", "upper lip",
+            "inner mouth", "lower lip", "hair",
         ),
         palette=[
-            [0, 0, 0],
-            [230, 190, 140],
-            [120, 60, 20],
-            [190, 110, 40],
-            [40, 90, 220],
-            [90, 200, 250],
-            [250, 210, 40],
-            [220, 40, 60],
-            [110, 10, 60],
-            [250, 120, 150],
-            [60, 150, 70],
+            [0, 0, 0], [230, 190, 140], [120, 60, 20], [190, 110, 40], [40, 90, 220], [90, 200, 250], [250, 210, 40],
+            [220, 40, 60], [110, 10, 60], [250, 120, 150], [60, 150, 70],
         ],
-    )
+    )  # fmt: skip
 
 
 @DATASETS.register_module(force=True)
-class LFWPLDataset(_FaceDataset):
+class LFWPLDataset(BaseSegDataset):
     """LFW Part Labels with the three labels of Kae et al. 2013; takes the arguments of mmseg's ``BaseSegDataset``."""
 
     METAINFO = dict(classes=("background", "skin", "hair"), palette=[[0, 0, 255], [0, 255, 0], [255, 0, 0]])
@@ -113,32 +72,18 @@ class FaceParsingMetric(BaseMetric):
     and mouth), without skin and hair. A score is NaN if neither prediction nor ground truth has its class.
 
     Args:
-        groups: Classes to merge, by group name; None uses the groups of Table 4.3 whose classes the data set has.
         ignore_index: Label of pixels that are not scored.
-        collect_device: See mmengine's ``BaseMetric``.
-        prefix: Prefix of the score names instead of ``face``.
-        collect_dir: See mmengine's ``BaseMetric``.
+        options: See mmengine's ``BaseMetric``.
 
     Raises:
-        ValueError: A group is empty, has the name of a class, or has classes that the data set lacks; prediction
-            and ground truth differ in size; a label is out of range.
+        ValueError: Prediction and ground truth differ in size, or a label is out of range.
     """
 
     default_prefix = "face"
 
-    def __init__(
-        self,
-        groups: Mapping[str, Sequence[str]] | None = None,
-        ignore_index: int = 255,
-        collect_device: str = "cpu",
-        prefix: str | None = None,
-        collect_dir: str | None = None,
-    ) -> None:
-        super().__init__(collect_device=collect_device, prefix=prefix, collect_dir=collect_dir)
-        for name, parts in (groups or {}).items():
-            if isinstance(parts, str) or not parts:
-                raise ValueError(f"groups[{name!r}] must be a sequence of class names, got {parts!r}")
-        self.groups, self.ignore_index = groups, ignore_index
+    def __init__(self, ignore_index: int = 255, **options: Any) -> None:
+        super().__init__(**options)
+        self.ignore_index = ignore_index
 
     def process(self, data_batch: Any, data_samples: Sequence[dict[str, Any]]) -> None:
         """Count the (ground truth, prediction) pairs of every image."""
@@ -169,10 +114,9 @@ class FaceParsingMetric(BaseMetric):
         classes = self._classes()
         total = sum(results, torch.zeros(len(classes), len(classes), dtype=torch.long))
         parts = {name.replace(" ", "_"): [i] for i, name in enumerate(classes)}
-        for name, members in self._groups(classes).items():
-            if name in parts:
-                raise ValueError(f"groups has {name!r}, which is a class: choose another name for the group")
-            parts[name] = sorted({classes.index(member) for member in members})
+        for name, members in GROUPS.items():
+            if set(members) <= set(classes):
+                parts[name] = [classes.index(member) for member in members]
         scores = {
             name: _percent(2 * total[i][:, i].sum(), total[i].sum() + total[:, i].sum()) for name, i in parts.items()
         }
@@ -186,14 +130,6 @@ class FaceParsingMetric(BaseMetric):
         if not self.dataset_meta or not self.dataset_meta.get("classes"):
             raise ValueError("FaceParsingMetric needs the class names: dataset_meta must have 'classes'")
         return list(self.dataset_meta["classes"])
-
-    def _groups(self, classes: Sequence[str]) -> Mapping[str, Sequence[str]]:
-        if self.groups is None:
-            return {name: parts for name, parts in GROUPS.items() if set(parts) <= set(classes)}
-        for name, parts in self.groups.items():
-            if unknown := sorted(set(parts) - set(classes)):
-                raise ValueError(f"groups[{name!r}] has {unknown}, the data set's classes are {list(classes)}")
-        return self.groups
 
 
 def _percent(part: Tensor, whole: Tensor) -> float:

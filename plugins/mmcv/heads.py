@@ -65,18 +65,6 @@ class NonLocalAttentionHead(NLHead):
         self.nl_block = MODELS.build(arguments)
 
 
-class Gated(nn.Module):
-    """A layer added to its input by a factor that starts at 0."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.gate = layer, nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute x + gate · layer(x)."""
-        return x + self.gate * self.layer(x)
-
-
 @MODELS.register_module(force=True)
 class SingleConvASPPHead(DepthwiseSeparableASPPHead):
     """DeepLabv3+ whose decoder has one 3×3 convolution, or another layer instead (thesis, section 4.4.1).
@@ -85,19 +73,17 @@ class SingleConvASPPHead(DepthwiseSeparableASPPHead):
 
     Args:
         fusion_cfg: mmcv's ``conv_cfg`` of the 3×3 convolution; None for a plain one.
-        inserted: None for the decoder above; False leaves the 3×3 layer out; True adds it to its input by a factor
-            that starts at 0, so that it can be put into a network trained without it.
         options: Options of mmseg's ``DepthwiseSeparableASPPHead``.
     """
 
-    def __init__(self, fusion_cfg: dict[str, Any] | None = None, inserted: bool | None = None, **options: Any) -> None:
+    def __init__(self, fusion_cfg: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         low_level = 0 if self.c1_bottleneck is None else self.c1_bottleneck.out_channels
         shared = dict(norm_cfg=self.norm_cfg, act_cfg=self.act_cfg)
-        self.sep_bottleneck = nn.Sequential(ConvModule(self.channels + low_level, self.channels, 1, **shared))
-        if inserted is not False:
-            layer = ConvModule(self.channels, self.channels, 3, padding=1, conv_cfg=fusion_cfg, bias=True, **shared)
-            self.sep_bottleneck.append(Gated(layer) if inserted else layer)
+        self.sep_bottleneck = nn.Sequential(
+            ConvModule(self.channels + low_level, self.channels, 1, **shared),
+            ConvModule(self.channels, self.channels, 3, padding=1, conv_cfg=fusion_cfg, bias=True, **shared),
+        )
 
 
 @MODELS.register_module(force=True)

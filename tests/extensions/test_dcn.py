@@ -123,6 +123,47 @@ def test_dcnv4_is_the_loops(window, softmax):
     check(output, by_loops(window, input, offset, weights), leaves)
 
 
+class Layer(torch.nn.Module):
+    """InternImage's layer of DCNv3, or DCNv4's, with their parameters and their way to offsets and weights."""
+
+    def __init__(self, window: Window, version: int) -> None:
+        super().__init__()
+        C, G = window.group * window.group_channels, window.group * (9 - window.remove_center)
+        self.window, self.version = window, version
+        self.input_proj, self.output_proj = torch.nn.Linear(C, C), torch.nn.Linear(C, C)
+        self.dw_conv = torch.nn.Conv2d(C, C, 3, padding=1, groups=C)
+        if version == 3:
+            self.norm, self.offset, self.mask = torch.nn.LayerNorm(C), torch.nn.Linear(C, 2 * G), torch.nn.Linear(C, G)
+        else:
+            self.offset_mask = torch.nn.Linear(C, math.ceil(3 * G / 8) * 8)
+
+    def forward(self, input: Tensor, loops: bool = False) -> Tensor:
+        """(B, H, W, C) -> (B, H, W, C), by the extension or by the loops."""
+        w, x = self.window, self.input_proj(input)
+        read = self.dw_conv(input.movedim(3, 1)).movedim(1, 3)
+        if self.version == 3:
+            read = torch.nn.functional.gelu(self.norm(read))
+            mask = self.mask(read).unflatten(3, (w.group, -1)).softmax(4).flatten(3)
+            return self.output_proj((by_loops if loops else DCNv3.apply)(w, x, self.offset(read), mask))
+        read = self.offset_mask(read)
+        if not loops:
+            return self.output_proj(DCNv4.apply(w, False, x, read))
+        points = 9 - w.remove_center
+        groups = read[..., : w.group * points * 3].unflatten(3, (w.group, -1))
+        offset, mask = groups.split((2 * points, points), 4)
+        return self.output_proj(by_loops(w, x, offset.flatten(3), mask.flatten(3)))
+
+
+@pytest.mark.parametrize("remove_center", [0, 1])
+@pytest.mark.parametrize("version", [3, 4])
+def test_the_layers_of_internimage_and_dcnv4(version, remove_center):
+    """Output and all gradients equal those of the loops in place of the extension."""
+    torch.manual_seed(0)
+    layer = Layer(Window(3, 3, 1, 1, 1, 1, 1, 1, 2, 3, 1.5, remove_center), version).double()
+    input = torch.randn(1, 4, 5, 6, dtype=torch.float64, requires_grad=True)
+    check(layer(input), layer(input, loops=True), [input, *layer.parameters()])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_offsets_of_zero_have_the_loops_gradients(dtype):
     """All samples are on pixels then, as at initialization: to their left, gradients would be others."""

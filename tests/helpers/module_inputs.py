@@ -50,10 +50,6 @@ def padded(channels: int) -> Callable[[], Call]:
     return lambda: ((torch.randn(B, T, channels),), {"key_padding_mask": mask(T)})
 
 
-def narrow_sources() -> dict[str, Modality]:
-    return {"visual": Modality(torch.randn(B, S, 8), mask(S)), "semantic": Modality(torch.randn(B, 4, 8))}
-
-
 def deformable() -> Call:
     value = torch.randn(sum(h * w for h, w in LEVELS), B, 16)
     return (torch.randn(T, B, 16),), dict(value=value, reference_points=torch.rand(B, T, 4, 2), spatial_shapes=LEVELS)
@@ -71,7 +67,7 @@ INPUTS: dict[str, Callable[[], Call]] = {
     "AlignmentAttention": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 6), mask(S)), {}),
     "AlignmentAttention, cosine": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 8), mask(S)), {}),
     "AlignmentAttention, dot": lambda: ((torch.randn(B, T, 8), torch.randn(B, S, 8), mask(S)), {}),
-    "AttendedLSTM": lambda: ((torch.randn(B, 4, 8), narrow_sources()), {}),
+    "AttendedLSTM": lambda: ((torch.randn(B, 4, 8), torch.randn(B, S, 8), mask(S)), {}),
     "CausalDeformableConv1d": over(4, T),
     "DeformableConv1d": over(4, T),
     "DeformableConv2d": over(4, 5, 7),
@@ -82,7 +78,7 @@ INPUTS: dict[str, Callable[[], Call]] = {
         (Entangled(*(torch.randn(B, T, 16) for _ in range(4))), torch.randn(B, T, 16)),
         {},
     ),
-    "GatedConvBlock": lambda: ((torch.randn(B, T, 8), torch.randn(B, T, 8), narrow_sources()), {}),
+    "GatedConvBlock": lambda: ((torch.randn(B, T, 8), torch.randn(B, T, 8), torch.randn(B, S, 8), mask(S)), {}),
     "MultiScaleDeformableAttention": deformable,
     "MultimodalDecoderBlock": lambda: ((torch.randn(B, T, 16), *sources(), mask(T)), {}),
     "NeighborhoodAttention1d": over(16, T),

@@ -16,7 +16,7 @@ from tests.helpers.tiny_vit import TinyViT
 OPTIONS: dict[str, dict[str, Any]] = {
     "AAConv2d": dict(in_channels=6, out_channels=8, kernel_size=3, dk=4, dv=4, num_heads=2, input_size=(5, 7)),
     "AlignmentAttention": dict(score="additive", query_channels=8, source_channels=6),
-    "AttendedLSTM": dict(embed_dim=8, sources=("visual", "semantic"), num_layers=2),
+    "AttendedLSTM": dict(embed_dim=8, num_layers=2),
     "BilateralCrissCross2d": dict(in_channels=16, kernel_size=5),
     "BilateralNonLocal2d": dict(in_channels=16, kernel_size=5),
     "BilateralSelfAttention": dict(embed_dim=16, num_heads=2, kernel_size=3, outside="learned"),
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "DynamicConv2d": dict(in_channels=16, kernel_size=3),
     "EntangledAttention": dict(embed_dim=16, num_heads=2),
     "GatedBilateralController": dict(embed_dim=16),
-    "GatedConvBlock": dict(embed_dim=8, kernel_size=3, sources=("visual", "semantic")),
+    "GatedConvBlock": dict(embed_dim=8, kernel_size=3),
     "GeneralizedAttention2d": dict(in_channels=16, num_heads=2),
     "LocalBilateralConv2d": dict(in_channels=16, out_channels=16, kernel_size=3),
     "MultiScaleDeformableAttention": dict(embed_dims=16, num_heads=2),

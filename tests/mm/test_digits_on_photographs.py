@@ -41,13 +41,8 @@ def test_mmdet_reads_it_and_boxes_masks_and_semantics_agree(digits):
 
 
 def test_all_digits_as_one_class(digits):
-    """As the transformers' configs and the one of boundaries read them: names alone differ."""
-    for part, count in (("train", 16), ("val", 4)):
-        files = sorted((digits / "semantic" / part).iterdir())
-        assert len(files) == count
-        for file in files:
-            mask = np.asarray(Image.open(digits / "one_class" / part / file.name))
-            assert np.array_equal(mask, np.asarray(Image.open(file)) > 0)
+    """As the transformers' configs read them: names alone differ."""
+    for part in ("train", "val"):
         ten, one = (json.loads((digits / f"annotations/{n}{part}.json").read_text()) for n in ("", "one_class_"))
         assert one["categories"] == [{"id": 1, "name": "digit"}]
         assert one["images"] == ten["images"]

@@ -163,7 +163,7 @@ REPEATED = """
         del sys.modules[name]
     import attn_plugins.mmcv as again
     assert MODELS.get("AAConv2d") is again.AAConv2d
-    assert type(METRICS.build(dict(type="BoundaryMetric"))).__module__ == "attn_plugins.mmcv.boundary"
+    assert type(METRICS.build(dict(type="FaceParsingMetric"))).__module__ == "attn_plugins.mmcv.face_parsing"
 
     class AAConv2d: pass
     MODELS.register_module(module=AAConv2d, force=True)

@@ -49,7 +49,6 @@ EQUAL = "query_channels and source_channels must be equal .* got 8 and 6"
 INFINITE = "smoothing 'zscore' needs another outside than '-inf'"
 ODD = "kernel_size must be a positive odd int, or any with causal, got 4"
 SIZE = r"'relative' needs input_size=\(H, W\)"
-SOURCES = "sources must be one name or more, each once"
 SIDES = r"input_size must be an int or two ints, each at least 1, got"
 BILATERAL = ("BilateralCrissCross2d", "BilateralNonLocal2d")
 HEADS = ("BilateralSelfAttention", "EntangledAttention", "MultiheadAttention", "MultiheadSpatialAttention",
@@ -72,8 +71,7 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("AAConv2d", dict(padding=0), r"padding must be None or \(1, 1\)"),
     ("AAConv2d", dict(kernel_size=4), "kernel_size must be odd"),
     ("AlignmentAttention, dot", dict(hidden_channels=8), "must be None except for 'additive', got 8 for 'dot'"),
-    ("AttendedLSTM", dict(sources=()), SOURCES),
-    ("AttendedLSTM", dict(sources="visual"), SOURCES),
+    ("AttendedLSTM", dict(num_layers=0), "num_layers must be a positive int, got 0"),
     ("BilateralSelfAttention", dict(outside="-inf", smoothing="zscore"), INFINITE),
     ("CausalDeformableConv1d", dict(offset_scale=0.0), "offset_scale must be positive, got 0"),
     ("CrissCrossAttention2d", dict(position="relative", input_size=(3, 0)), SIDES),
@@ -82,7 +80,7 @@ UNFIT: list[tuple[str, dict[str, Any], str]] = [
     ("DeformableConv2d", dict(offset_groups=3), "offset_groups must divide in_channels 4"),
     ("DeformableConv2d", dict(out_channels=5, groups=2), "out_channels must be a multiple of groups 2"),
     ("DynamicConv2d", dict(in_channels=20), "in_channels must be a multiple of num_groups = 16, got 20"),
-    ("GatedConvBlock", dict(sources=("a", "a")), SOURCES),
+    ("GatedConvBlock", dict(kernel_size=0), "kernel_size must be a positive int, got 0"),
     ("GeneralizedAttention2d", dict(num_heads=3), "num_heads must divide in_channels = 16"),
     ("GeneralizedAttention2d", dict(num_heads=32), "in_channels must be an int of at least num_heads"),
     ("GeneralizedAttention2d", dict(spatial_range=4), "spatial_range must be -1"),
@@ -180,7 +178,7 @@ def test_a_wrong_input_is_named(name):
 # Beside the first, these take further Tensors; a sampling's points may have a batch of one and another dtype.
 FURTHER = [name for name in VARIANTS if len([t for t in pytree.tree_leaves(inputs(name)) if isinstance(t, Tensor)]) > 1
            and not name.startswith("MultiScaleDeformableAttention")]  # fmt: skip
-ARGUMENTS = r"(source|sources\['\w+'\]|attributes|key|words|x|visual|semantic|visual_guidance|semantic_guidance)"
+ARGUMENTS = r"(source|attributes|key|words|x|visual|semantic|visual_guidance|semantic_guidance)"
 
 
 @pytest.mark.parametrize("name", FURTHER)

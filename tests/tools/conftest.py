@@ -89,7 +89,7 @@ def photograph(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def captioned(tmp_path_factory) -> Path:
-    """Create a data folder of captioned pictures. Its detector and models lie in the parent folder."""
+    """Create a data folder of captioned pictures. Its models lie in the parent folder."""
     from tests.tools.caption_helpers import create
 
     return create(tmp_path_factory.mktemp("captioning"))

@@ -26,7 +26,7 @@ from tools.caption.regions import Selection, TorchvisionRegions
 from tools.pictures import open_picture
 
 GRID = ["--grid", "test_resnet", "--no-weights", "--size", "64", "--grid-size", "3"]
-TORCHVISION = ["--torchvision", "fasterrcnn_resnet50_fpn", "--no-weights", "--size", "64"]
+TORCHVISION = ["--torchvision", "fasterrcnn_mobilenet_v3_large_fpn", "--no-weights", "--size", "64"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_each_way_gives_regions_and_those_of_a_new_picture(way, drawn, tmp_path,
     assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=1024)[way]
     for image_id in features.image_ids:
         boxes, scores = (features.regions(image_id)[name] for name in ("boxes", "scores"))
-        assert len(boxes) == 9 if way == "grid" else 10 <= len(boxes) <= 20
+        assert len(boxes) == 9 if way == "grid" else 1 <= len(boxes) <= 20
         assert (boxes >= 0).all()
         assert (boxes <= 1).all()
         assert (boxes[:, :2] < boxes[:, 2:]).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -14,17 +15,15 @@ pytest.importorskip("fairseq")
 
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tests.fairseq.console_helpers import in_one_process
-from tests.tools.caption_helpers import CAPTIONERS, read, run
+from tests.tools.caption_helpers import read, run
 from tools.caption.__main__ import main
-from tools.caption.attributes import AttributeDetector
-from tools.caption.backbones import TimmBackbone
 from tools.pictures import BadPicture, open_picture
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_captions_are_those_of_fairseq_generate(captioned, tmp_path, capsys):
-    paths = ["entangled", "visual", "semantic", *CAPTIONERS, f"entangled:other:{':'.join(CAPTIONERS)}"]
+    paths = ["semantic", "show_attend_tell", "entangled:other:visual"]
     names, commands, distinct = ["000005", "000011"], [], set()
     for path in paths:
         models = ":".join(str(captioned.parent / f"{name}.pt") for name in path.split(":"))
@@ -70,7 +69,7 @@ def test_pictures_of_every_kind(captioned, tmp_path, capsys):
     (given / "text.jpg").write_text("no picture")
     (given / "cut.jpg").write_bytes((captioned / "images/000006.jpg").read_bytes()[:700])
     pictures = [given, tmp_path / "more.png", given / "gone.jpg"]
-    assert run(captioned, out, *pictures) == 1
+    assert run(captioned, out, *pictures, path="visual") == 1
     printed = capsys.readouterr()
     for name, reason in (("text", "cannot identify image"), ("cut", "image file is truncated"), ("gone", ".* No such")):
         skipped = rf"skipped image {name}: {given / name}\.jpg cannot be read as a picture: {reason}"
@@ -83,7 +82,7 @@ def test_pictures_of_every_kind(captioned, tmp_path, capsys):
     assert captions["clear"] == captions["white"]
     assert len(set(captions.values())) > 2
     out.unlink()
-    assert run(captioned, out, given / "text.jpg") == 1
+    assert run(captioned, out, given / "text.jpg", path="visual") == 1
     assert not out.exists()
     assert run(captioned, out, given, tmp_path / "grey.png") == 2
     assert "have the same name" in capsys.readouterr().err
@@ -103,9 +102,7 @@ def test_a_broken_orientation_does_not_make_a_broken_picture(tmp_path, monkeypat
 
 
 def copied(data: Path, tmp_path: Path) -> Path:
-    shutil.copytree(data, tmp_path / "data")
-    shutil.copy(data.parent / "best.safetensors", tmp_path)
-    return tmp_path / "data"
+    return shutil.copytree(data, tmp_path / "data")
 
 
 def of_other_task(data: Path, tmp_path: Path) -> list:
@@ -127,11 +124,6 @@ def without_vocabulary(data: Path, tmp_path: Path) -> list:
     return ["--data", tmp_path / "data"]
 
 
-def of_other_words(data: Path, tmp_path: Path) -> list:
-    AttributeDetector(TimmBackbone("test_resnet", (64, 64)), ["quark", "gluon"]).save(tmp_path / "other.safetensors")
-    return ["--detector", tmp_path / "other.safetensors"]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -141,8 +133,7 @@ def of_other_words(data: Path, tmp_path: Path) -> list:
         (of_other_regions, r"regions\.npz lacks the options of tools.caption extract"),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
-        (["--detector", "nowhere.safetensors"], r"weights nowhere\.safetensors: no such file"),
-        (of_other_words, "the detector's words, such as 'quark', are not in the vocabulary"),
+        (["--attributes", "nowhere.json"], r"nowhere\.json cannot be read: No such file"),
         (["--beam", "0"], "--beam must be at least 1, got 0"),
     ],
 )
@@ -156,7 +147,13 @@ def test_bad_input_is_reported_once(options, message, captioned, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_of_attributes_needs_a_detector(captioned, tmp_path, capsys):
-    path = str(captioned.parent / "semantic.pt")
-    assert main(["caption", str(captioned / "images/000006.jpg"), "--path", path, "--out", str(tmp_path)]) == 2
-    assert "--detector is needed: the fusion of --path" in capsys.readouterr().err
+def test_attributes_that_are_missing(captioned, tmp_path, capsys):
+    picture, path = captioned / "images/000006.jpg", str(captioned.parent / "semantic.pt")
+    assert main(["caption", str(picture), "--path", path, "--out", str(tmp_path)]) == 2
+    assert "--attributes is needed: the fusion of --path" in capsys.readouterr().err
+    file = tmp_path / "attributes.json"
+    for words in ({"000006": [["quark", 1.0]]}, {}):
+        file.write_text(json.dumps(words))
+        assert run(captioned, tmp_path / "out", picture, options=("--attributes", file)) == 1
+        reason = f"skipped image 000006: {file}: image 000006 has no attribute that is in the dictionary"
+        assert reason in capsys.readouterr().err

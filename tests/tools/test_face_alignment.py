@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 
@@ -14,7 +13,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from tools.datasets import face_parsing
-from tools.datasets.face_alignment import mean_shape, similarity
+from tools.datasets.face_alignment import Alignment, mean_shape, similarity
 
 SIZE = 96
 FACES = {"train": ["1_1", "2_1", "3_1"], "val": ["4_1"], "test": ["5_1"]}
@@ -112,9 +111,9 @@ def test_turned_faces_become_one(faces, tmp_path):
     source, annotation = faces
     out = tmp_path / "out"
     assert face_parsing.build("helen", source, out, landmarks=annotation, side=SIZE) == dict(train=3, val=1, test=1)
-    written = json.loads((out / "alignment.json").read_text())
-    shape = np.array(written["mean_shape"])
-    assert written["size"] == SIZE
+    names = [name for own in FACES.values() for name in own]
+    alignment = Alignment(annotation, names, FACES["train"], SIZE)
+    shape = alignment.shape
     low, high = shape.min(0) + 0.5, shape.max(0) + 0.5  # from the corner on
     assert (high - low).max() == pytest.approx(0.5 * SIZE)
     np.testing.assert_allclose((low + high) / 2, [0.5 * SIZE, 0.6 * SIZE])
@@ -123,7 +122,7 @@ def test_turned_faces_become_one(faces, tmp_path):
     palette = np.asarray(face_parsing.HELEN_PALETTE)
     for split, names in FACES.items():
         for name in names:
-            matrix = np.array(written["faces"][name])
+            matrix = alignment.matrices[name]
             np.testing.assert_allclose(applied(matrix, applied(PLACES[name], own_points())), shape, atol=0.02)
             image = Image.open(out / f"labels/{split}/{name}.png")
             labels = np.asarray(image)
@@ -176,16 +175,9 @@ def test_bad_annotation_is_named_and_leaves_nothing(spoil, message, faces, tmp_p
 
 def test_command_line(faces, tmp_path, capsys):
     source, annotation = faces
-    arguments = ["helen", str(source), str(tmp_path / "out")]
-    assert face_parsing.main([*arguments, "--landmarks", str(annotation), "--size", "64"]) == 0
+    arguments = ["helen", str(source), str(tmp_path / "out"), "--landmarks", str(annotation)]
+    assert face_parsing.main(arguments) == 0
     assert "3 train, 1 val, 1 test faces in" in capsys.readouterr().out
-    assert Image.open(tmp_path / "out/labels/val/4_1.png").size == (64, 64)
-    for options, message in (
-        (["--size", "64"], "--size applies to aligned faces: add --landmarks"),
-        (["--landmarks", str(annotation), "--size", "8"], "size must be at least 32 pixels, got 8"),
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            face_parsing.main(["helen", str(source), str(tmp_path / "other"), *options])
-        assert message in capsys.readouterr().err
+    assert Image.open(tmp_path / "out/labels/val/4_1.png").size == (512, 512)
     with pytest.raises(ValueError, match="landmarks are HELEN's: lfw_pl cannot be aligned by them"):
         face_parsing.build("lfw_pl", source, tmp_path / "other", landmarks=annotation)

@@ -1,11 +1,9 @@
-"""Regions of pictures, captions, and their scores.
+"""Regions of pictures, and captions.
 
 ::
 
-    python -m tools.caption splits data/own
     python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json --grid resnet50
-    python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt --detector best.safetensors
-    python -m tools.caption score results.json data/own/captions.json --splits data/own/splits.json test
+    python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt --attributes attributes.json
 """
 
 from __future__ import annotations
@@ -15,12 +13,7 @@ import sys
 
 from tools import command_parser
 
-COMMANDS = {
-    "splits": "divide a captioned set into train, val and test",
-    "extract": "extract region features of a folder of pictures",
-    "caption": "caption pictures",
-    "score": "score captions: BLEU, ROUGE-L, CIDEr-D",
-}
+COMMANDS = {"extract": "extract region features of a folder of pictures", "caption": "caption pictures"}
 
 
 def main(arguments: list[str] | None = None) -> int:

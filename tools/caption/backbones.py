@@ -1,4 +1,4 @@
-"""Backbone of the attribute detector and of grid regions: any timm model."""
+"""Backbone of grid regions: any timm model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from tools import files
 from tools.model_names import check_model_name
-
-PREFIX = "backbone.model."  # prefix of the backbone's weights in a file of the attribute detector
 
 
 class TimmBackbone(nn.Module):
@@ -52,7 +50,7 @@ class TimmBackbone(nn.Module):
         return timm.create_model(name, num_classes=0)
 
     def load(self, path: Path | None, hint: str = "") -> None:
-        """Load a file of timm's training, of the attribute detector, or of another dict of tensors.
+        """Load a file of timm's training, of ``tools.train``, or of another dict of tensors.
 
         None stands for timm's own weights, downloaded if they are not cached; the error without them has ``hint``.
 
@@ -68,25 +66,17 @@ class TimmBackbone(nn.Module):
             weights, metadata = read_weights(path)
         if metadata.get("model", self.name) != self.name:
             raise ValueError(f"{path} holds a {metadata['model']}, but the backbone is a {self.name}")
-        own = {key.removeprefix(PREFIX): value for key, value in weights.items() if key.startswith(PREFIX)} or weights
         wanted = self.model.state_dict()
-        bad = [key for key, value in wanted.items() if key not in own or own[key].shape != value.shape]
+        bad = [key for key, value in wanted.items() if key not in weights or weights[key].shape != value.shape]
         if bad:
             what = path or "timm's"
             raise ValueError(f"{what} does not fit {self.name}: {len(bad)} of {len(wanted)} weights, such as {bad[0]}")
-        self.model.load_state_dict({key: own[key] for key in wanted})
+        self.model.load_state_dict({key: weights[key] for key in wanted})
 
-    def prepare(self, picture: Image.Image, shift: tuple[float, float] = (0.0, 0.0)) -> Tensor:
-        """Stretch the whole picture, in RGB, to ``size`` and normalise it: (3, H, W).
-
-        ``shift`` moves it to the right and down, relative to the sides; the border is repeated.
-        """
+    def prepare(self, picture: Image.Image) -> Tensor:
+        """Stretch the whole picture, in RGB, to ``size`` and normalise it: (3, H, W)."""
         H, W = self.size
         array = np.asarray(picture.resize((W, H), Image.Resampling.BICUBIC), np.float32) / 255
-        dx, dy = round(shift[0] * W), round(shift[1] * H)
-        if dx or dy:
-            rows, columns = np.clip(np.arange(H) - dy, 0, H - 1), np.clip(np.arange(W) - dx, 0, W - 1)
-            array = array[rows][:, columns]
         return torch.from_numpy(((array - self.mean) / self.std).transpose(2, 0, 1).copy())
 
     def forward(self, images: Tensor) -> Tensor:

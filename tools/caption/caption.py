@@ -3,12 +3,13 @@ r"""Caption pictures by checkpoints of fairseq's task ``captioning``, with fairs
 ::
 
     python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt \
-        --detector work_dirs/attributes/best.safetensors --out work_dirs/captions.json
+        --attributes attributes.json --out work_dirs/captions.json
 
 ``--path`` names a checkpoint, or several separated by colons, whose word probabilities are averaged (late fusion, the
-thesis' ETA_fuse). Regions are extracted by the options stored in the data folder's ``regions.npz``, attributes by
-``--detector`` (trained by ``tools.train attributes``). Models of regions alone (``--fusion visual``,
-``show_attend_tell``) need no detector. IMAGE may be a folder, for all pictures in it.
+thesis' ETA_fuse). Regions are extracted by the options stored in the data folder's ``regions.npz``. Attributes are
+those of ``--attributes``, a file like the data folder's, ``{"photo": [["word", probability], ...]}``, with the
+pictures' names without suffix. Models of regions alone (``--fusion visual``, ``show_attend_tell``) need none. IMAGE may
+be a folder, for all pictures in it.
 
 OUT gets ``[{"image_id": "photo", "file_name": "photo.jpg", "caption": "..."}]``, COCO's format of results.
 
@@ -37,7 +38,6 @@ from attn_plugins.captioning.caption_files import read_attributes
 from attn_plugins.fairseq.captioner import CaptionerModel
 from attn_plugins.fairseq.captioning_dataset import CaptionedImage, CaptioningDataset
 from tools import files, torch_device
-from tools.caption.attributes import load_detector
 from tools.caption.extract import RecordedExtractor
 from tools.caption.lists import ListedImage, listed_images
 from tools.pictures import open_picture
@@ -58,7 +58,8 @@ class Captioner:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.device = device
-        self.detector = None if options.detector is None else load_detector(options.detector, device)
+        self.attributes_file = options.attributes
+        self.attributes = None if options.attributes is None else read_attributes(options.attributes)
         overrides: dict[str, Any] = dict(results_json=None)
         if options.data is not None:
             overrides.update(dict.fromkeys(FILES), data=str(options.data))
@@ -68,13 +69,12 @@ class Captioner:
             self._load(Path(path), overrides)
         fusions = {model.encoder.fusion for model in self.models}
         self.sees_attributes = fusions != {"visual"}
-        if self.sees_attributes and self.detector is None:
-            raise ValueError(f"--detector is needed: the fusion of --path {options.path} is {', '.join(fusions)}")
+        if self.sees_attributes and self.attributes is None:
+            raise ValueError(f"--attributes is needed: the fusion of --path {options.path} is {', '.join(fusions)}")
         self.extractor: RecordedExtractor | None = None
         if fusions != {"semantic"} and self.task.regions is not None:
             self.extractor = RecordedExtractor(self.task.regions, device, options.region_checkpoint)
             self.extractor(Image.new("RGB", (64, 64)))  # report a wrong width once, not for every picture
-        self.number = self._attribute_number() if self.sees_attributes else 0
         search = GenerationConfig(beam=options.beam, max_len_b=options.max_len, lenpen=options.lenpen)
         self.generator = self.task.build_generator(self.models, search)
 
@@ -108,33 +108,19 @@ class Captioner:
             task: Any = tasks.setup_task(cfg)
         except (OSError, ValueError) as error:
             raise ValueError(f"{error}: {another}") from error
-        task.has_attributes |= self.detector is not None
+        task.has_attributes |= self.attributes is not None
         return task
 
-    def _attribute_number(self) -> int:
-        """Return the number of attributes of an image in the data folder."""
-        assert self.detector is not None
-        words, cfg, file = self.detector.words, self.task.cfg, self.task.attributes_file
-        if not self._indices(words):
-            raise ValueError(
-                f"the detector's words, such as {words[0]!r}, are not in the vocabulary, which is of other captions"
-            )
-        numbers = [] if file is None else list(map(len, read_attributes(file).values()))
-        return min(cfg.max_attributes, max(numbers, default=cfg.max_attributes))
+    def _attributes(self, name: str) -> list[int]:
+        """Return the numbers of a picture's most probable attributes."""
+        assert self.attributes is not None
+        words = [word for word, _ in self.attributes.get(name, [])]
+        return self.task.attribute_numbers(name, words, str(self.attributes_file))
 
-    def _indices(self, words: Sequence[str]) -> list[int]:
-        """Return the numbers of words, without those that the dictionary lacks."""
-        numbers = [self.task.dictionary.index(word.lower()) for word in words]
-        return [number for number in numbers if number >= self.task.dictionary.nspecial]
-
-    def __call__(self, picture: Image.Image) -> str:
+    def __call__(self, name: str, picture: Image.Image) -> str:
         """Caption a picture in RGB; raise a ValueError if the dictionary has none of its attributes."""
-        dictionary, attributes = self.task.dictionary, list[int]()
-        if self.sees_attributes:
-            assert self.detector is not None
-            attributes = self._indices([word for word, _ in self.detector.predict(picture, self.number)])
-            if not attributes:
-                raise ValueError(f"none of its {self.number} attributes is in the dictionary")
+        dictionary = self.task.dictionary
+        attributes = self._attributes(name) if self.sees_attributes else []
         regions = None if self.extractor is None else self.extractor(picture)
         number = 0 if regions is None else len(regions["boxes"])
         # Without attributes the task passes the end symbol, which carries the batch size.
@@ -170,7 +156,7 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for image in pictures:
         try:
-            caption = captioner(open_picture(image.path))
+            caption = captioner(str(image.id), open_picture(image.path))
         except (RuntimeError, ValueError, IndexError) as error:  # BadPicture among them: continue with the others
             print(f"skipped image {image.id}: {error}", file=sys.stderr, flush=True)
         else:
@@ -187,8 +173,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("images", type=Path, nargs="+", metavar="IMAGE")
     option("--path", required=True, metavar="FILE[:FILE]", help="checkpoints of the captioner")
-    text = "attribute detector: best.safetensors of tools.train attributes"
-    option("--detector", type=Path, metavar="FILE", help=text)
+    option("--attributes", type=Path, metavar="JSON", help="attributes of the pictures, by name without suffix")
     option("--data", type=Path, metavar="DIR", help="data folder, with all its files; default: the one of the training")
     option("--out", type=Path, default=Path("work_dirs/captions.json"), metavar="JSON", help="default %(default)s")
     option("--beam", type=int, default=3, help="default %(default)s")

@@ -162,8 +162,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     way.add_argument("--torchvision", metavar="NAME")
     way.add_argument("--grid", metavar="NAME")
     weights = parser.add_mutually_exclusive_group()
-    text = "weights instead of the library's own; --grid also takes the attribute detector's"
-    weights.add_argument("--checkpoint", type=Path, metavar="FILE", help=text)
+    weights.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights instead of the library's own")
     weights.add_argument("--no-weights", action="store_true", help="random weights, the same for the same --seed")
     option("--grid-size", type=int, default=7, metavar="N", help="cells of a side, default %(default)s")
     text = "--grid: height and width; --torchvision: shorter and longer side; default: the model's own"

@@ -155,7 +155,7 @@ class GridRegions:
         torch.manual_seed(options.seed)
         if size is None and file:
             metadata = read_weights(file)[1]
-            size = json.loads(metadata.get("size", metadata.get("input_size", "null")))
+            size = json.loads(metadata.get("input_size", "null"))
         self.backbone = TimmBackbone(options.grid, None if size is None else (size[0], size[1]))
         if not options.no_weights:
             self.backbone.load(file, HINT)

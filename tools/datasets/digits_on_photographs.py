@@ -11,7 +11,6 @@ is d + 1)::
     data/digits/annotations/{train,val}.json
     data/digits/semantic/{train,val}/000000.png
     data/digits/annotations/one_class_{train,val}.json     the same with the one class "digit"
-    data/digits/one_class/{train,val}/000000.png
     data/digits/recipe.json
 
 The side of a digit is uniform in 26 to 60 pixels, or log-uniform between ``--sides MIN MAX``, so that as many objects
@@ -223,8 +222,7 @@ def write_split(
     folder: Path, split: str, images: Iterator[tuple[np.ndarray, list[tuple[int, np.ndarray]]]], count: int, show: Show
 ) -> None:
     (folder / split).mkdir()
-    for labels in ("semantic", "one_class"):
-        (folder / labels / split).mkdir(parents=True)
+    (folder / "semantic" / split).mkdir(parents=True)
     infos: list[dict] = []
     annotations: list[dict] = []
     for index, (pixels, objects) in enumerate(images):
@@ -237,7 +235,6 @@ def write_split(
         semantic = Image.fromarray(labels)
         semantic.putpalette(palette())
         semantic.save(folder / "semantic" / split / name)
-        Image.fromarray((labels > 0).astype(np.uint8)).save(folder / "one_class" / split / name)
         infos.append(dict(id=index, file_name=name, height=pixels.shape[0], width=pixels.shape[1]))
         show(f"{split}: {index + 1}/{count} images")
     categories = [dict(id=n + 1, name=name) for n, name in enumerate(CLASSES)]

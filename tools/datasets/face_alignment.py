@@ -10,7 +10,6 @@ p ↦ A p + t.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from PIL import Image
 
 POINTS = 194
 IGNORED = 255  # label outside the photograph, which mmseg's losses and scores ignore
-SIZE = 512
 FACE = 0.5  # the longer side of the mean shape's box, as a share of the aligned image's side
 CENTRE = (0.5, 0.6)  # centre of that box, likewise: hair needs more room than the neck
 FACE_LABELS = range(1, 10)  # skin, brows, eyes, nose and mouth
@@ -107,12 +105,10 @@ class Alignment:
         matrices: (2, 3) of each face, from its picture to the aligned one.
 
     Raises:
-        ValueError: the size is too small, or a face has no landmarks.
+        ValueError: a face has no landmarks.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], training: Sequence[str], size: int = SIZE) -> None:
-        if size < 32:
-            raise ValueError(f"size must be at least 32 pixels, got {size}")
+    def __init__(self, folder: Path, names: Sequence[str], training: Sequence[str], size: int) -> None:
         landmarks = read_landmarks(folder)
         if missing := [name for name in names if name not in landmarks]:
             raise ValueError(f"landmarks: {folder} lacks {len(missing)} of {len(names)} faces, such as {missing[0]}")
@@ -139,8 +135,3 @@ class Alignment:
         matrix = self.matrices[name]
         seen = warp(Image.fromarray(labels), matrix, self.size, nearest=True, fill=IGNORED)
         return warp(image, matrix, self.size), np.asarray(seen)
-
-    def write(self, file: Path) -> None:
-        """Write the mean shape and every face's matrix as JSON."""
-        faces = {name: matrix.tolist() for name, matrix in self.matrices.items()}
-        file.write_text(json.dumps(dict(size=self.size, mean_shape=self.shape.tolist(), faces=faces)) + "\n")

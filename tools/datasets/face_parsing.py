@@ -25,14 +25,15 @@ probability, the first of equal ones. LFW-PL: 0 background, 1 skin, 2 hair.
 
 Faces are aligned only with ``--landmarks``, the folder of HELEN's own annotation (Le et al. 2012: 1.txt to 2330.txt,
 each with a name and 194 lines "565.86 , 758.98"): images and labels are then rotated, scaled and shifted onto the
-training faces' mean shape, in squares of ``--size`` pixels. Labels are taken from the nearest pixel; outside the
+training faces' mean shape, in squares of 512 pixels. Labels are taken from the nearest pixel; outside the
 photograph they are 255, which is not scored. The annotation belongs to HELEN's own pictures, so SOURCE must not have
-resized ones. ``alignment.json`` has the mean shape and each face's matrix.
+resized ones.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,11 +43,10 @@ import numpy as np
 from PIL import Image
 
 from tools import command_parser, need
-from tools.datasets.face_alignment import SIZE, Alignment
+from tools.datasets.face_alignment import Alignment
 from tools.datasets.folders import Show, check_free, new_folder, show_progress
 
 SPLITS = ("train", "val", "test")
-ORIENTATION = 0x0112  # EXIF: how a viewer should rotate the picture
 HELEN_MAPS = 11
 HELEN_PALETTE = (
     (0, 0, 0), (230, 190, 140), (120, 60, 20), (190, 110, 40), (40, 90, 220), (90, 200, 250), (250, 210, 40),
@@ -189,42 +189,25 @@ def check_files(faces: Iterable[Face]) -> None:
         raise ValueError(f"{len(missing)} listed files are missing: {', '.join(map(str, missing[:3]))}{more}")
 
 
-def without_exif(jpeg: bytes) -> bytes:
-    """Return the file without its EXIF segments; the compressed pixels stay unchanged."""
-    kept, at = jpeg[:2], 2
-    while jpeg[at] == 0xFF and jpeg[at + 1] != 0xDA:  # up to the first scan
-        if jpeg[at + 1] == 0xFF:  # a fill byte
-            kept, at = kept + jpeg[at : at + 1], at + 1
-            continue
-        end = at + 2 + int.from_bytes(jpeg[at + 2 : at + 4], "big")
-        if jpeg[at + 1] != 0xE1 or jpeg[at + 4 : at + 10] != b"Exif\0\0":
-            kept += jpeg[at:end]
-        at = end
-    return kept + jpeg[at:]
-
-
-def write_image(face: Face, target: Path) -> tuple[int, int]:
-    """Copy the image without EXIF, as labels follow the stored, unrotated pixels; return its (H, W)."""
+def image_size(face: Face) -> tuple[int, int]:
+    """Return the (H, W) of the image as it is stored, which the labels follow, whatever its EXIF orientation."""
     try:
         with Image.open(face.image, formats=["JPEG"]) as image:
             image.load()
-            turned = image.getexif().get(ORIENTATION, 1) != 1
-            shape = image.height, image.width
+            return image.height, image.width
     except OSError as error:
         raise ValueError(f"{face.image} cannot be read as a JPEG image: {error}") from error
-    jpeg = face.image.read_bytes()
-    target.write_bytes(without_exif(jpeg) if turned else jpeg)
-    return shape
 
 
 def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: Alignment | None) -> None:
     target = folder / "images" / split / f"{face.name}.jpg"
-    shape = write_image(face, target)
-    labels = layout.read_labels(face)
+    shape, labels = image_size(face), layout.read_labels(face)
     if labels.shape != shape:
         raise ValueError(f"{face.image} has {shape[0]}x{shape[1]} pixels, its labels {face.labels[0]} {size(labels)}")
-    if alignment is not None:
-        with Image.open(target) as photograph:
+    if alignment is None:
+        shutil.copyfile(face.image, target)
+    else:
+        with Image.open(face.image) as photograph:
             aligned, labels = alignment.align(face.name, photograph.convert("RGB"), labels)
         aligned.save(target, quality=95, subsampling=0)
     image = Image.fromarray(labels)
@@ -240,7 +223,7 @@ def build(
     output: Path,
     show: Show = lambda line: None,
     landmarks: Path | None = None,
-    side: int = SIZE,
+    side: int = 512,
 ) -> dict[str, int]:
     """Write the set, for a folder of ``landmarks`` with aligned faces; return the number of faces of each split.
 
@@ -264,8 +247,6 @@ def build(
             for done, face in enumerate(faces[split], 1):
                 write_face(layout, face, partial, split, alignment)
                 show(f"{split}: {done}/{len(faces[split])} faces")
-        if alignment is not None:
-            alignment.write(partial / "alignment.json")
     return {split: len(faces[split]) for split in SPLITS}
 
 
@@ -275,15 +256,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="folder of the published files")
     parser.add_argument("output", type=Path, help="output folder")
     parser.add_argument("--landmarks", type=Path, metavar="DIR", help="align HELEN's faces by its annotation")
-    parser.add_argument("--size", type=int, metavar="PIXELS", help=f"side of aligned images, default {SIZE}")
     options = parser.parse_args(arguments)
     if options.landmarks is not None:
         need("skimage")
-    elif options.size is not None:
-        parser.error("--size applies to aligned faces: add --landmarks")
-    size = SIZE if options.size is None else options.size
     try:
-        counts = build(options.set, options.source, options.output, show_progress, options.landmarks, size)
+        counts = build(options.set, options.source, options.output, show_progress, options.landmarks)
     except (ValueError, OSError) as error:
         parser.exit(2, f"face_parsing: {error}\n")
     for split, (name, published) in zip(SPLITS, LAYOUTS[options.set].lists):

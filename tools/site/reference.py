@@ -9,7 +9,7 @@ PLUGINS = Path(__file__).parents[2] / "plugins"
 TITLES = {
     "ops": ("Operators", "One operator for each set of keys that a query sees."),
     "modules": ("Modules", "`nn.Module`s that need no toolkit."),
-    "captioning": ("Captioning", "Files and rewards of captioning."),
+    "captioning": ("Captioning", "Files and the reward of captioning."),
     "timm": ("timm", "Importing timm registers these; `timm.create_model` builds them."),
     "mmcv": ("mmdet and mmsegmentation", "`custom_imports` registers these."),
     "fairseq": ("fairseq", "`--user-dir plugins/fairseq` registers these."),

@@ -1,1 +1,1 @@
-"""Training of classifiers and of the attribute detector: python -m tools.train."""
+"""Training of classifiers: python -m tools.train."""

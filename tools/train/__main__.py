@@ -4,7 +4,6 @@
 
     python -m tools.train configs/timm/tools_train/clips.yaml --data DIR
     python -m tools.train configs/timm/tools_train/clips.yaml --data DIR --set epochs=30 --set model_args.depth=6
-    python -m tools.train attributes DATA OUT                  # the attribute detector: tools.train.attributes
 
 timm's own train.py trains large classifiers, on several devices and with resuming: see configs/timm/README.md.
 
@@ -138,11 +137,6 @@ def train(config: Config, data: Path, output: Path, device: torch.device) -> dic
 
 
 def main(arguments: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["attributes"]:
-        from tools.train import attributes
-
-        return attributes.main(arguments[1:])
     parser = command_parser("train", __doc__)
     option = parser.add_argument
     option("config", type=Path, metavar="CONFIG", help="a YAML file, such as those of configs/timm/tools_train")

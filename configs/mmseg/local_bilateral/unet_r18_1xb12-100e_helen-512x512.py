@@ -37,15 +37,16 @@ model = dict(
     train_cfg=dict(),
     test_cfg=dict(mode="whole"),
 )
+load_image = dict(type="LoadImageFromFile", color_type="color_ignore_orientation")  # labels are of the stored pixels
 train_pipeline = [
-    dict(type="LoadImageFromFile"),
+    load_image,
     dict(type="LoadAnnotations"),
     dict(type="Resize", scale=size, keep_ratio=False),
     dict(type="RandomFlip", prob=0.5, swap_seg_labels=[(2, 3), (4, 5)]),
     dict(type="PackSegInputs"),
 ]
 test_pipeline = [
-    dict(type="LoadImageFromFile"),
+    load_image,
     dict(type="Resize", scale=size, keep_ratio=False),
     dict(type="LoadAnnotations"),
     dict(type="PackSegInputs"),

@@ -1,22 +1,19 @@
 """Decoder block of the convolutional captioner: causal convolution, gate, attention (Gehring et al. 2017).
 
-Shapes: B batch, T words, S entries of a source (regions, attributes), C channels, k kernel size.
+Shapes: B batch, T words, S entries of the source, C channels, k kernel size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..common.checks import check_sequence, positive
+from ..common.checks import check_padding_mask, check_sequence, check_source, positive
 from ..sequences.alignment_attention import AlignmentAttention
-from ..sequences.attended_lstm import check_source_names, check_sources
-from .entangled_attention import Modality
 
 
 class NormalisedConv1d(nn.Module):
@@ -61,19 +58,18 @@ class NormalisedConv1d(nn.Module):
 
 
 class GatedConvBlock(nn.Module):
-    """One layer of ConvS2S' decoder over words, with attention to one or more sources.
+    """One layer of ConvS2S' decoder over words, with attention to a source.
 
         h = GLU(conv(x))                    causal: each word and the k - 1 words before it; zeros before the first
-        c^m = √S W_out^m Σ_i α^m_i s^m_i,   α^m = softmax_i (W_in^m h + g) · s^m_i / √2
-        y = (x + (h + Σ_m c^m) / √(1 + M)) / √2
+        c = √S W_out Σ_i α_i s_i,   α = softmax_i (W_in h + g) · s_i / √2
+        y = (x + (h + c) / √2) / √2
 
-    g are the word embeddings, √S compensates for the lower variance of a mean, M is the number of sources (Gehring et
-    al. 2017, section 3; Aneja et al. 2018 for captions). All convolutions and projections have weight normalisation.
+    g are the word embeddings, √S compensates for the lower variance of a mean (Gehring et al. 2017, section 3; Aneja et
+    al. 2018 for captions). All convolutions and projections have weight normalisation.
 
     Args:
-        embed_dim: C, of words, sources, inputs and outputs.
+        embed_dim: C, of words, source, inputs and outputs.
         kernel_size: k.
-        sources: Names of the sources, such as ``("visual", "semantic")``.
         dropout: Dropout probability of x before the convolution.
 
     Raises:
@@ -84,7 +80,6 @@ class GatedConvBlock(nn.Module):
         self,
         embed_dim: int = 512,
         kernel_size: int = 5,
-        sources: Sequence[str] = ("visual",),
         dropout: float = 0.0,
         *,
         device: torch.device | str | None = None,
@@ -92,31 +87,30 @@ class GatedConvBlock(nn.Module):
     ) -> None:
         super().__init__()
         positive(embed_dim=embed_dim, kernel_size=kernel_size)
-        check_source_names(sources)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
-        self.embed_dim, self.kernel_size, self.names = embed_dim, kernel_size, tuple(sources)
+        self.embed_dim, self.kernel_size = embed_dim, kernel_size
         self.dropout = nn.Dropout(dropout)
         self.conv = NormalisedConv1d(embed_dim, 2 * embed_dim, kernel_size, 4 * (1 - dropout), **factory)
-        self.queries = nn.ModuleDict({name: NormalisedConv1d(embed_dim, embed_dim, **factory) for name in sources})
-        self.contexts = nn.ModuleDict({name: NormalisedConv1d(embed_dim, embed_dim, **factory) for name in sources})
+        self.query, self.context = (NormalisedConv1d(embed_dim, embed_dim, **factory) for _ in range(2))
         self.attention = AlignmentAttention("dot", embed_dim, **factory)
 
     def forward(
-        self, x: Tensor, words: Tensor, sources: Mapping[str, Modality], state: Tensor | None = None
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        self, x: Tensor, words: Tensor, source: Tensor, padding_mask: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Apply the layer.
 
         Args:
             x: (B, T, C), the words so far; with ``state`` the next ones.
             words: g, (B, T, C), their embeddings.
-            sources: Sources (B, S, C) by name, with padding masks; names that the block does not have are ignored.
+            source: s, (B, S, C).
+            padding_mask: (B, S) bool, True for entries to leave out.
             state: State returned by the previous call; ``reordered`` permutes it for beam search.
 
         Returns:
-            y (B, T, C), α of each source (B, T, S) and the state (B, k - 1, C), the last inputs of the convolution.
+            y (B, T, C), α (B, T, S) and the state (B, k - 1, C), the last inputs of the convolution.
 
         Raises:
-            ValueError: a source is missing, or a shape or a device does not match.
+            ValueError: a shape or a device does not match.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         conv = getattr(self.conv, "direction", self.conv)
@@ -124,27 +118,20 @@ class GatedConvBlock(nn.Module):
         check_sequence("words", words, self.embed_dim, conv)
         if words.shape != x.shape:
             raise ValueError(f"words must have x's shape {tuple(x.shape)}, got {tuple(words.shape)}")
-        check_sources(sources, self.names, self.embed_dim, x.shape[0], conv)
+        check_source("source", source, self.embed_dim, x.shape[0], conv)
+        check_padding_mask(padding_mask, source.shape[0], source.shape[1], source.device)
         if state is None:
             state = x.new_zeros(x.shape[0], self.kernel_size - 1, self.embed_dim)
         inputs = torch.cat((state.to(x.dtype), self.dropout(x)), 1)
         h = F.glu(self.conv(inputs), 2)
-        y, weights = h, {}
-        for name in self.names:
-            context, weights[name] = self._context(name, h, words, *sources[name])
-            y = y + context
-        y = (x + y / math.sqrt(1 + len(self.names))) * math.sqrt(0.5)
-        return y, weights, inputs[:, inputs.shape[1] - (self.kernel_size - 1) :]
-
-    def _context(
-        self, name: str, h: Tensor, words: Tensor, features: Tensor, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        query = (self.queries[name](h) + words) * math.sqrt(0.5)
-        context, alignment = self.attention(query.to(features.dtype), features, mask)
-        if mask is None:
-            return self.contexts[name](context * math.sqrt(features.shape[1])), alignment
-        number = mask.logical_not().sum(1).to(context.dtype).sqrt()
-        return self.contexts[name](context * number[:, None, None]), alignment
+        query = (self.query(h) + words) * math.sqrt(0.5)
+        context, alignment = self.attention(query.to(source.dtype), source, padding_mask)
+        if padding_mask is None:
+            context = context * math.sqrt(source.shape[1])
+        else:
+            context = context * padding_mask.logical_not().sum(1).to(context.dtype).sqrt()[:, None, None]
+        y = (x + (h + self.context(context)) * math.sqrt(0.5)) * math.sqrt(0.5)
+        return y, alignment, inputs[:, inputs.shape[1] - (self.kernel_size - 1) :]
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, kernel_size={self.kernel_size}"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..common.checks import check_padding_mask, check_sequence, check_source, check_tensor, positive
+from ..common.checks import check_padding_mask, check_sequence, check_source, positive
 from ..sequences.alignment_attention import AlignmentAttention
 
 
@@ -36,7 +36,7 @@ class ShowAttendTell(nn.Module):
         features_t = E y_{t-1} + L_h h_t + L_z ẑ_t    log p(y_t) ∝ L_o features_t
 
     f_att is a network with one hidden layer, the lecture's concatenation-based score; h_0 and c_0 are tanh of a linear
-    layer applied to the mean of all a_i. The caller provides L_o. :func:`doubly_stochastic_penalty` regularises α.
+    layer applied to the mean of all a_i. The caller provides L_o.
 
     Args:
         word_dim: m.
@@ -128,29 +128,3 @@ class ShowAttendTell(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.word_dim}, source_dim={self.source_dim}, hidden_dim={self.hidden_dim}"
-
-
-def doubly_stochastic_penalty(
-    alignment: Tensor, word_padding_mask: Tensor | None = None, source_padding_mask: Tensor | None = None
-) -> Tensor:
-    """Compute Σ_i (1 - Σ_t α_{t,i})² of each caption, so that all locations are attended to (Xu et al. 2015, Eq. 14).
-
-    Args:
-        alignment: α, (B, T, S), whose rows sum to one.
-        word_padding_mask: (B, T) bool, True for words that are padding.
-        source_padding_mask: (B, S) bool, True for locations that are padding.
-
-    Returns:
-        (B,), in float32 for half inputs.
-    """
-    check_tensor("alignment", alignment)
-    if alignment.dim() != 3:
-        raise ValueError(f"alignment must have shape (B, T, S), got {tuple(alignment.shape)}")
-    if alignment.dtype in (torch.float16, torch.bfloat16):
-        alignment = alignment.float()
-    if word_padding_mask is not None:
-        alignment = alignment.masked_fill(word_padding_mask.unsqueeze(2), 0)
-    missing = (1 - alignment.sum(1)).square()
-    if source_padding_mask is not None:
-        missing = missing.masked_fill(source_padding_mask, 0)
-    return missing.sum(1)

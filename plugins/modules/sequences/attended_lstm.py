@@ -1,17 +1,15 @@
-"""An LSTM that attends to one or more sources and feeds the result into its next step (Luong et al. 2015).
+"""An LSTM that attends to a source and feeds the result into its next step (Luong et al. 2015).
 
-Shapes: B batch, T words, S entries of a source (regions, attributes), C channels, L layers.
+Shapes: B batch, T words, S entries of the source, C channels, L layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..captioning.entangled_attention import Modality
 from ..common.checks import check_padding_mask, check_sequence, check_source, positive
 from .alignment_attention import AlignmentAttention, AlignmentScore
 
@@ -23,26 +21,24 @@ class AttendedLSTMState(NamedTuple):
         hidden: h of every layer, (B, L, C).
         cell: c of every layer, (B, L, C).
         attended: ã_t, (B, C).
-        keys: Each source as projected for its attention's score, (B, S, ·).
+        keys: The source as projected for the attention's score, (B, S, ·).
     """
 
     hidden: Tensor
     cell: Tensor
     attended: Tensor
-    keys: tuple[Tensor, ...]
+    keys: Tensor
 
 
 class AttendedLSTM(nn.Module):
-    """Stacked LSTM whose last layer's state attends to every source.
+    """Stacked LSTM whose last layer's state attends to a source.
 
-        h_t = LSTM([x_t; ã_{t-1}])     c^m_t = Σ_i α^m_{t,i} s^m_i,  α^m_t = softmax_i score(h_t, s^m_i)
-        ã_t = tanh(W [h_t; c^1_t; …])
+        h_t = LSTM([x_t; ã_{t-1}])     ã_t = tanh(W [h_t; Σ_i α_{t,i} s_i]),  α_t = softmax_i score(h_t, s_i)
 
-    h, c and ã are zero before the first word. Each source has its own attention.
+    The states and ã are zero before the first word.
 
     Args:
-        embed_dim: C, of words, sources and states.
-        sources: Names of the sources, such as ``("visual", "semantic")``.
+        embed_dim: C, of words, source and states.
         num_layers: L.
         score: Score of :class:`AlignmentAttention`.
         dropout: Dropout probability of the words, of ã, and between layers.
@@ -54,7 +50,6 @@ class AttendedLSTM(nn.Module):
     def __init__(
         self,
         embed_dim: int = 512,
-        sources: Sequence[str] = ("visual",),
         num_layers: int = 1,
         score: AlignmentScore = "additive",
         dropout: float = 0.0,
@@ -64,60 +59,52 @@ class AttendedLSTM(nn.Module):
     ) -> None:
         super().__init__()
         positive(embed_dim=embed_dim, num_layers=num_layers)
-        check_source_names(sources)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.embed_dim, self.num_layers = embed_dim, num_layers
         self.cells = nn.ModuleList(
             nn.LSTMCell(2 * embed_dim if i == 0 else embed_dim, embed_dim, **factory) for i in range(num_layers)
         )
-        self.attentions = nn.ModuleDict({name: AlignmentAttention(score, embed_dim, **factory) for name in sources})
-        self.output = nn.Linear((1 + len(sources)) * embed_dim, embed_dim, **factory)
+        self.attention = AlignmentAttention(score, embed_dim, **factory)
+        self.output = nn.Linear(2 * embed_dim, embed_dim, **factory)
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, words: Tensor, sources: Mapping[str, Modality], state: AttendedLSTMState | None = None
-    ) -> tuple[Tensor, dict[str, Tensor], AttendedLSTMState]:
-        """Process words, attending to all sources after each.
+        self, words: Tensor, source: Tensor, padding_mask: Tensor | None = None, state: AttendedLSTMState | None = None
+    ) -> tuple[Tensor, Tensor, AttendedLSTMState]:
+        """Process words, attending to the source after each.
 
         Args:
             words: x, (B, T, C), the words so far; with ``state`` the next ones.
-            sources: Sources (B, S, C) by name, with padding masks; names that the module does not have are ignored.
+            source: s, (B, S, C).
+            padding_mask: (B, S) bool, True for entries to leave out.
             state: State returned by the previous call; ``reordered`` permutes it for beam search.
 
         Returns:
-            ã (B, T, C), α of each source (B, T, S) and the state after the last word.
+            ã (B, T, C), α (B, T, S) and the state after the last word.
 
         Raises:
-            ValueError: a source is missing, or a shape or a device does not match.
+            ValueError: a shape or a device does not match.
             TypeError: an argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.embed_dim, self.output)
-        check_sources(sources, tuple(self.attentions), self.embed_dim, words.shape[0], self.output)
-        hidden, cell, attended, keys = self._first_state(words, sources) if state is None else state
+        check_source("source", source, self.embed_dim, words.shape[0], self.output)
+        check_padding_mask(padding_mask, source.shape[0], source.shape[1], source.device)
+        hidden, cell, attended, keys = self._first_state(words, source) if state is None else state
         outputs: list[Tensor] = []
-        alignments: dict[str, list[Tensor]] = {name: [] for name in self.attentions}
+        alignments: list[Tensor] = []
         for word in self.dropout(words).unbind(1):
             hidden, cell = self._layers(torch.cat((word, attended), 1), hidden, cell)
-            seen = [hidden[:, -1]]
-            for name, key in zip(self.attentions, keys):
-                query, (features, mask) = seen[0].unsqueeze(1), sources[name]
-                context, alignment = self._attention(name)(query.to(features.dtype), features, mask, key)
-                seen.append(context.squeeze(1))
-                alignments[name].append(alignment)
-            attended = torch.tanh(self.output(torch.cat(seen, 1)))
+            query = hidden[:, -1:].to(source.dtype)
+            context, alignment = self.attention(query, source, padding_mask, keys)
+            attended = torch.tanh(self.output(torch.cat((hidden[:, -1], context.squeeze(1)), 1)))
             outputs.append(attended)
-        weights = {name: torch.cat(steps, 1) for name, steps in alignments.items()}
-        return self.dropout(torch.stack(outputs, 1)), weights, AttendedLSTMState(hidden, cell, attended, keys)
+            alignments.append(alignment)
+        state = AttendedLSTMState(hidden, cell, attended, keys)
+        return self.dropout(torch.stack(outputs, 1)), torch.cat(alignments, 1), state
 
-    def _attention(self, name: str) -> AlignmentAttention:
-        attention = self.attentions[name]
-        assert isinstance(attention, AlignmentAttention)
-        return attention
-
-    def _first_state(self, words: Tensor, sources: Mapping[str, Modality]) -> AttendedLSTMState:
+    def _first_state(self, words: Tensor, source: Tensor) -> AttendedLSTMState:
         zeros = words.new_zeros(words.shape[0], self.num_layers, self.embed_dim)
-        keys = tuple(self._attention(name).project_keys(sources[name].features) for name in self.attentions)
-        return AttendedLSTMState(zeros, zeros, zeros[:, 0], keys)
+        return AttendedLSTMState(zeros, zeros, zeros[:, 0], self.attention.project_keys(source))
 
     def _layers(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         """Run one step of all layers."""
@@ -129,21 +116,3 @@ class AttendedLSTM(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, num_layers={self.num_layers}"
-
-
-def check_source_names(names: Sequence[str]) -> None:
-    """Raise a ValueError unless there is at least one name and all are distinct."""
-    if isinstance(names, str) or not names or len(set(names)) != len(names):
-        raise ValueError(f"sources must be one name or more, each once, such as ('visual', 'semantic'), got {names!r}")
-
-
-def check_sources(
-    sources: Mapping[str, Modality], names: Sequence[str], channels: int, batch: int, child: nn.Module | Tensor
-) -> None:
-    """Check that all sources ``names`` are present, each (batch, S, channels) with its padding mask."""
-    for name in names:
-        if name not in sources:
-            raise ValueError(f"sources must have {', '.join(names)}, got {', '.join(sources) or 'none'}")
-        features, mask = sources[name]
-        check_source(f"sources[{name!r}]", features, channels, batch, child)
-        check_padding_mask(mask, batch, features.shape[1], features.device)

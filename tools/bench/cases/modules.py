@@ -36,10 +36,6 @@ def both() -> tuple[Modality, Modality]:
     return Modality(torch.randn(B, S, C)), Modality(torch.randn(B, 12, C))
 
 
-def named() -> dict[str, Modality]:
-    return {"visual": Modality(torch.randn(B, S, C))}
-
-
 def on_grid(layer: nn.Module) -> nn.Module:
     layer.forward = lambda x, forward=layer.forward: forward(x, grid=(14, 14))
     return layer
@@ -70,7 +66,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "AlignmentAttention": (
         lambda: modules.AlignmentAttention("additive", C), lambda: (*words(), torch.randn(B, S, C)),
     ),
-    "AttendedLSTM": (lambda: modules.AttendedLSTM(C), lambda: (*words(), named())),
+    "AttendedLSTM": (lambda: modules.AttendedLSTM(C), lambda: (*words(), torch.randn(B, S, C))),
     "BilateralCrissCross2d": (lambda: modules.BilateralCrissCross2d(512), lambda: map2d(512, 97, 97, 1)),
     "BilateralNonLocal2d": (lambda: modules.BilateralNonLocal2d(512), lambda: map2d(512, 64, 64, 1)),
     "BilateralSelfAttention": (lambda: modules.BilateralSelfAttention(C, 8), tokens),
@@ -87,7 +83,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "GatedBilateralController": (
         lambda: modules.GatedBilateralController(C), lambda: (Entangled(*words(4)), *words()),
     ),
-    "GatedConvBlock": (lambda: modules.GatedConvBlock(C), lambda: (*words(2), named())),
+    "GatedConvBlock": (lambda: modules.GatedConvBlock(C), lambda: (*words(2), torch.randn(B, S, C))),
     "GeneralizedAttention2d": (lambda: modules.GeneralizedAttention2d(256, 8, kv_stride=2), map2d),
     "GeneralizedAttention2d, 0010": (lambda: modules.GeneralizedAttention2d(256, 8, "0010"), map2d),
     "LocalBilateralConv2d": (lambda: modules.LocalBilateralConv2d(256, 256, 7), lambda: map2d(256, 56, 56, 8)),
