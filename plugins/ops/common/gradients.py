@@ -128,6 +128,43 @@ def fill(grads: Gradients, results: Gradients) -> None:
             grad.copy_(result.sum_to_size(grad.shape))
 
 
+def needed(terms: Any, needs: dict[str, bool]) -> list[tuple[str, Tensor]]:
+    """Return names and tensors of the terms whose gradients are needed."""
+    return [(name, term) for name, term in zip(terms._fields, terms) if needs[name]]
+
+
+def target(
+    term: Tensor, shape: Sequence[int], dtype: torch.dtype, fits: Callable[[Tensor], bool] | None = None
+) -> Tensor:
+    """Return an uninitialised tensor for a kernel to write a gradient to.
+
+    Args:
+        term: Whose gradient it is.
+        shape: Of what the kernel writes, the term's own unless that broadcasts.
+        dtype: Of a tensor that is not the gradient itself, whose sum or copy :func:`like_terms` returns.
+        fits: Whether the kernel can write to the gradient itself, a tensor like the term. None: to any.
+    """
+    if term.shape == shape:
+        grad = torch.empty_like(term)
+        if fits is None or fits(grad):
+            return grad
+    return term.new_empty(shape, dtype=dtype)
+
+
+def like_terms(terms: Any, grads: Gradients) -> Gradients:
+    """Return gradients in the shapes, dtypes and strides of tensors like their terms, summed where terms broadcast."""
+    return {name: grad if grad is None else _like(getattr(terms, name), grad) for name, grad in grads.items()}
+
+
+def _like(term: Tensor, grad: Tensor) -> Tensor:
+    # A compiled graph reads gradients with the strides that empty_like gave its fake ones: others are wrong numbers.
+    same = grad.dtype == term.dtype and grad.shape == term.shape
+    if same and grad.stride() == term.stride():
+        return grad
+    like = torch.empty_like(term)  # not of the term's strides, where that is a view with gaps
+    return grad if same and grad.stride() == like.stride() else like.copy_(grad.sum_to_size(term.shape))
+
+
 def second_gradients(
     reference: Callable[..., Tensor],
     saved: Sequence[Tensor | None],

@@ -232,6 +232,12 @@ class Operator:
         terms, options = self.terms._make(args[: self._count]), self.options._make(args[self._count :])
         serving = backends.choose(self.name, self.table, terms, options)
         if serving.allocates:
+            if any(term is not None and not term.numel() for term in terms):
+                results = self.fake(terms, options)
+                if not results[0].numel():
+                    for result in results:
+                        result.fill_(self._nothing)
+                    return results if len(results) > 1 else results[0]
             return serving.forward(terms, options)
         results = self.fake(terms, options)
         if results[0].numel():
@@ -254,7 +260,8 @@ class Operator:
             return tuple([grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads])
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
         if serving.allocates:
-            gradients = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
+            wanted = {n: need and t is not None for n, t, need in zip(terms._fields, terms, needs)}
+            gradients = serving.backward(grad_output, terms, options, *kept, wanted)
         else:
             gradients = dict(zip(terms._fields, self._gradients(terms, needs)))
             fill(gradients, serving.backward(grad_output, terms, options, *kept, gradients))
