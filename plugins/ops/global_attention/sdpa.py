@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from ..common import flash
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms
 from .operands import Options, Terms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
@@ -146,16 +148,16 @@ def is_flash(terms: Terms, options: Options) -> bool:
     return query is not None and _alone(terms) and flash.refusal(query, terms.value, options.scale) is None
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    grid = terms.grid()
+    output, lse = empty_results(terms.value, *grid)
     if is_flash(terms, options):
         query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
         rows, total = flash.forward(query, key, value, options.scale)
-        output.copy_(rows.unflatten(2, output.shape[2:4]))
-        lse.copy_(total.view(lse.shape))
-        return
+        return output.copy_(rows.unflatten(2, grid)), lse.copy_(total.view(lse.shape))
     factor, scale = _scales(terms, options.scale)
-    query, key, value = fold(terms, factor, (output.shape[2], output.shape[3]), not terms.value.is_cuda)
+    query, key, value = fold(terms, factor, grid, not terms.value.is_cuda)
     if value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=scale
@@ -167,16 +169,20 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     total = total[..., : query.shape[2]].view(lse.shape)
     masked = total < _lowest(value.dtype) * _unit(value.dtype) / 2
     lse.copy_(torch.where(masked, float("inf"), total))
-    folded = folded[..., : output.shape[-1]].unflatten(2, output.shape[2:4])
-    output.copy_(folded.masked_fill(masked.unsqueeze(-1), 0))
+    folded = folded[..., : output.shape[-1]].unflatten(2, grid)
+    return output.copy_(folded.masked_fill(masked.unsqueeze(-1), 0)), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Return the gradients, also those that are not needed."""
-    if is_flash(terms, options):
-        return _flash_backward(grad_output, terms, options, output, lse)
+    """Return the gradients that are needed, of all that the fused kernels compute."""
+    compute = _flash_backward if is_flash(terms, options) else _folded_backward
+    grads = compute(grad_output, terms, options, output, lse)
+    return like_terms(terms, {name: grad for name, grad in grads.items() if needs[name]})
+
+
+def _folded_backward(grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor) -> Gradients:
     grid = (output.shape[2], output.shape[3])
     factor, scale = _scales(terms, options.scale)
     query, key, value = fold(terms, factor, grid, not terms.value.is_cuda)
@@ -238,4 +244,4 @@ def _unfold(
     return grads
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)
+BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)

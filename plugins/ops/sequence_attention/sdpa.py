@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..common import backends, flash, library
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms
 from .operands import Options, Terms
 
 # Keys below which our CPU kernels are faster: 2.0 against 3.1 ms forward for Swin's windows of 49, and backward 15
@@ -61,7 +62,8 @@ def backward(
 ) -> Gradients:
     """Return the gradients of query, key and value that are needed."""
     compute = _backward_cuda if terms.value.is_cuda else _backward_cpu
-    return _needed(compute(grad_output, terms, options, output, lse), terms, needs)
+    grads = zip(terms._fields, compute(grad_output, terms, options, output, lse))
+    return like_terms(terms, {name: grad for name, grad in grads if needs[name]})
 
 
 BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)
@@ -86,18 +88,6 @@ def _heads_innermost(output: Tensor) -> Tensor:
 def _rows(*tensors: Tensor | None) -> list[Any]:
     """Return tensors whose last axis is contiguous: PyTorch's kernels for AMX read others as if it were."""
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
-
-
-def _needed(grads: Sequence[Tensor], terms: Terms, needs: dict[str, bool]) -> Gradients:
-    """Return the gradients that are needed, stored as tracing assumes."""
-    named = zip(terms._fields, grads, terms)
-    return {name: _stored_like(grad, term) for name, grad, term in named if needs[name] and term is not None}
-
-
-def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
-    """Return ``grad`` with the strides that tracing assumes, those of a tensor like ``term``."""
-    like = torch.empty_like(term, device="meta")
-    return grad if grad.stride() == like.stride() else torch.empty_like(term).copy_(grad)
 
 
 # --- CPUs with AMX --------------------------------------------------------------------------------------------------
