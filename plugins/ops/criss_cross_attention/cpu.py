@@ -25,4 +25,5 @@ BACKEND = Backend(
     library.refuses_other_devices,
     partial(eager.forward, multiply=multiply),
     partial(eager.backward, multiply=multiply),
+    allocates=True,
 )

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
+from ..common.arguments import broadcasts, check_dim, check_tensors, finite
 from ..common.operator import Operator
 from . import cpu, eager, reference, triton
 from .operands import Options, Terms
@@ -96,24 +95,6 @@ def _definition(terms: Terms, options: Options) -> Tensor:
     return reference.criss_cross_attention(*terms, options.scale)
 
 
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
-    value = terms.value
-    output = eager.empty(value, value.shape[4])
-    if options.recompute:
-        return output, value.new_empty(0), value.new_empty(value.shape[:4], dtype=arithmetic_dtype(value.dtype))
-    return output, eager.scratch_of_weights(value, value.dtype), value.new_empty(0)
-
-
-def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, in its term's layout if the last axis of that is contiguous."""
-    if term.stride(-1) == 1:
-        gradient = torch.empty_like(term)
-        if gradient.stride(-1) == 1:  # it is not for some overlapping views
-            return gradient
-    return eager.empty(term, term.shape[-1])
-
-
 def _products(terms: Any, options: Options) -> tuple[int, int]:
     """Count the operations of one content and of one value product; a query's own position counts twice."""
     B, M, H, W, dv = terms.value
@@ -133,8 +114,8 @@ ATTEND = Operator(
     Options,
     ("output", "weights", "log_sum_exp"),
     needs_output=lambda terms, options: options.recompute,
-    fake=_results,
-    fake_gradient=_gradient,
+    fake=eager.empty_results,
+    fake_gradient=lambda name, term: eager.empty_gradient(term),
     reference=_definition,
     table=[triton.BACKEND, cpu.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
