@@ -53,12 +53,11 @@ def launches(
         if reason := serving.refuses(terms, options) or refuses(terms, options):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
-            serving.forward(terms, options) if serving.allocates else serving.forward(terms, options, *results)
+            serving.forward(terms, options)
         if passes != "forward":
             kept = [results[n] for n in operator._kept]
             grad = torch.empty_like(results[0])
-            wanted = needs if serving.allocates else operator._gradients(terms, needs)
-            serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, wanted)))
+            serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, needs)))
     return recorded
 
 

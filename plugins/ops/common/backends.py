@@ -38,13 +38,12 @@ class Backend(NamedTuple):
     Attributes:
         name: As :func:`backend` and :func:`explain` know it.
         refuses: The reason, in words, why it does not compute these terms with these options, or None.
-        forward: ``(terms, options, *results)``, which fills the results.
-        backward: ``(grad_output, terms, options, *kept, grads)``: ``grads`` maps the terms' names to uninitialised
-            gradients, None where not needed. It fills some of them and returns the others by name, in any dtype, and of
-            full size along axes where a term broadcasts.
+        forward: ``(terms, options)`` to the results, a tensor or a tuple, as the operator's ``fake`` promises them. It
+            gets no call of an empty output.
+        backward: ``(grad_output, terms, options, *kept, needs)`` to gradients by the names of the terms, as
+            ``fake_gradient`` promises them. ``needs`` is True for terms whose gradients are needed; those of others
+            are missing, None or empty.
         refuses_backward: Reasons that hold for the backward alone; ``refuses`` applies to it as well.
-        allocates: True where ``forward(terms, options)`` returns the results, and
-            ``backward(grad_output, terms, options, *kept, needs)`` the gradients, both by name.
     """
 
     name: str
@@ -52,7 +51,6 @@ class Backend(NamedTuple):
     forward: Callable[..., Any]
     backward: Callable[..., Any]
     refuses_backward: Callable[[Any, Any], str | None] = never
-    allocates: bool = False
 
 
 class Failure(str):

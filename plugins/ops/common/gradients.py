@@ -121,13 +121,6 @@ def _has_tangent(argument: Any) -> bool:
     return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
-def fill(grads: Gradients, results: Gradients) -> None:
-    """Write what a backend's backward returned to the gradients, summed over the axes where a term broadcasts."""
-    for name, result in results.items():
-        if (grad := grads[name]) is not None and result is not None and result is not grad:
-            grad.copy_(result.sum_to_size(grad.shape))
-
-
 def needed(terms: Any, needs: dict[str, bool]) -> list[tuple[str, Tensor]]:
     """Return names and tensors of the terms whose gradients are needed."""
     return [(name, term) for name, term in zip(terms._fields, terms) if needs[name]]

@@ -25,7 +25,7 @@ from . import backends, library, schemas, triton_launch
 from .arguments import in_dtype, under_autocast
 from .backends import Backend
 from .batching import mapped
-from .gradients import Differentiable, fill, is_batched_gradient, second_gradients, traced, transformed, unobserved
+from .gradients import Differentiable, is_batched_gradient, second_gradients, traced, transformed, unobserved
 from .plans import replay
 
 NAMESPACE = "attn_plugins"
@@ -231,21 +231,13 @@ class Operator:
     def _compute(self, *args: Any) -> Any:
         terms, options = self.terms._make(args[: self._count]), self.options._make(args[self._count :])
         serving = backends.choose(self.name, self.table, terms, options)
-        if serving.allocates:
-            if any(term is not None and not term.numel() for term in terms):
+        for term in terms:
+            if term is not None and not term.numel():  # kernels get no empty output, which needs an empty term
                 results = self.fake(terms, options)
                 if not results[0].numel():
-                    for result in results:
-                        result.fill_(self._nothing)
-                    return results if len(results) > 1 else results[0]
-            return serving.forward(terms, options)
-        results = self.fake(terms, options)
-        if results[0].numel():
-            serving.forward(terms, options, *results)
-        else:
-            for result in results:
-                result.fill_(self._nothing)
-        return results if len(results) > 1 else results[0]
+                    filled = [result.fill_(self._nothing) for result in results]
+                    return tuple(filled) if len(filled) > 1 else filled[0]
+        return serving.forward(terms, options)
 
     def _backward(self, *args: Any) -> tuple[Tensor, ...]:
         if self._of_state is not None and (state := triton_launch.state(args[self._of_state + 1])) is not None:
@@ -259,13 +251,8 @@ class Operator:
             grads = self._gradients(terms, needs)
             return tuple([grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads])
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
-        if serving.allocates:
-            wanted = {n: need and t is not None for n, t, need in zip(terms._fields, terms, needs)}
-            gradients = serving.backward(grad_output, terms, options, *kept, wanted)
-        else:
-            gradients = dict(zip(terms._fields, self._gradients(terms, needs)))
-            fill(gradients, serving.backward(grad_output, terms, options, *kept, gradients))
-        found = map(gradients.get, terms._fields)
+        wanted = {name: need and term is not None for name, term, need in zip(terms._fields, terms, needs)}
+        found = map(serving.backward(grad_output, terms, options, *kept, wanted).get, terms._fields)
         return tuple([grad_output.new_empty(0) if grad is None else grad for grad in found])
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:

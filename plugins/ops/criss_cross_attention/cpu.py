@@ -25,5 +25,4 @@ BACKEND = Backend(
     library.refuses_other_devices,
     partial(eager.forward, multiply=multiply),
     partial(eager.backward, multiply=multiply),
-    allocates=True,
 )

@@ -211,4 +211,4 @@ class _Launches:
         )  # fmt: skip
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, allocates=True)
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

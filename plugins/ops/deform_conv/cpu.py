@@ -12,4 +12,4 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return library.refusal(terms.input.device, "cpu")
 
 
-BACKEND = Backend("cpu", refuses, forward, backward, allocates=True)
+BACKEND = Backend("cpu", refuses, forward, backward)

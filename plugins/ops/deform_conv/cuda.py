@@ -19,4 +19,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return kernels.backward(grad_output, terms, options, needs, torch.are_deterministic_algorithms_enabled())
 
 
-BACKEND = Backend("cuda", refuses, kernels.forward, backward, library.refuses_determinism_in_float64, allocates=True)
+BACKEND = Backend("cuda", refuses, kernels.forward, backward, library.refuses_determinism_in_float64)

@@ -107,4 +107,4 @@ def without_nowhere(grad_offset: Tensor, offset: Tensor) -> Tensor:
     return grad_offset.mul_(offset == offset)
 
 
-BACKEND = Backend(NAME, refuses, forward, backward, library.refuses_determinism, allocates=True)
+BACKEND = Backend(NAME, refuses, forward, backward, library.refuses_determinism)

@@ -113,4 +113,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return dict(value=of_value, locations=of_locations, weights=of_weights)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, library.refuses_determinism, allocates=True)
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, library.refuses_determinism)

@@ -244,4 +244,4 @@ def _unfold(
     return grads
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)
+BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)

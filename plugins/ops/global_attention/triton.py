@@ -284,4 +284,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, allocates=True)
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

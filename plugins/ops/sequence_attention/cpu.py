@@ -119,4 +119,4 @@ def backward(
     return like_terms(terms, {name: t if t.dim() == wanted[name].dim() else t.sum(2) for name, t in sums.items()})
 
 
-BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward, allocates=True)
+BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

@@ -184,4 +184,4 @@ def backward(
     return like_terms(terms, dict(sums))
 
 
-BACKEND = Backend("eager", never, forward, backward, allocates=True)
+BACKEND = Backend("eager", never, forward, backward)

@@ -66,7 +66,7 @@ def backward(
     return like_terms(terms, {name: grad for name, grad in grads if needs[name]})
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)
+BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)
 
 
 def _refuses_terms(terms: Terms, options: Options) -> str | None:

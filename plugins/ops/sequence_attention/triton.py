@@ -309,4 +309,4 @@ def _sum_position(kernel: Any, call: Call, tensors: dict[str, Tensor | None], sh
     return sums.sum(0)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, allocates=True)
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)

@@ -70,4 +70,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend("cpu", refuses, forward, backward, allocates=True)
+BACKEND = Backend("cpu", refuses, forward, backward)

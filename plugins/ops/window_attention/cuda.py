@@ -71,4 +71,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend("cuda", refuses, forward, backward, allocates=True)
+BACKEND = Backend("cuda", refuses, forward, backward)

@@ -138,4 +138,4 @@ def backward(
     return like_terms(terms, dict(sums))
 
 
-BACKEND = Backend("eager", never, forward, backward, allocates=True)
+BACKEND = Backend("eager", never, forward, backward)

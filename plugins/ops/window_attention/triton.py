@@ -123,4 +123,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, allocates=True)
+BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
