@@ -49,8 +49,7 @@ def launches(
     serving = next(backend for backend in operator.table if backend.name == triton_launch.NAME)
     needs = [term is not None for term in terms]
     with backends.backend(triton_launch.NAME), triton_launch.recorded(target) as recorded:
-        refuses = serving.refuses if passes == "forward" else serving.refuses_backward
-        if reason := serving.refuses(terms, options) or refuses(terms, options):
+        if reason := serving.refusal(terms, options, backward=passes != "forward", forced=True):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
             serving.forward(terms, options)

@@ -77,7 +77,7 @@ def emulated() -> Iterator[Callable[[], int]]:
         for name, other in COMPILED.items():
             stack.enter_context(patch.object(compiled, name, getattr(operators, other)))
         for operator, backend in EMULATED.values():
-            stack.enter_context(patch.object(operator, "table", [backend._replace(refuses=never)]))
+            stack.enter_context(patch.object(operator, "table", [backend._replace(cannot=never)]))
         yield operators.launches
 
 

@@ -64,18 +64,14 @@ class Differentiable:
                 return compute(*args)
 
         with enable_single_level_autograd_function():
-            return self.record(lower, args, self.apply)
+            return self.record(lower, args)
 
-    def direct(self, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Compute without the dispatcher; see :func:`unobserved`."""
-        return self.record(compute, args, self.apply)
-
-    def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any]) -> Any:
+    def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any] | None = None) -> Any:
         """Return ``compute(*args)``, with a node of the graph where a gradient may be asked for."""
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    return apply(compute, *args)
+                    return (apply or self.apply)(compute, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return compute(*args)
 
@@ -96,6 +92,8 @@ def unobserved(args: Sequence[Any]) -> bool:
     Without compilation, tracing, modes, transforms, autocast or a profiler, plain tensors on a CPU or a GPU take the
     same way through the dispatcher every time, which two crossings between Python and C++ make slow.
     """
+    # Each condition is an observer of the dispatcher. One that is left out here misses calls in silence: a FLOP counter
+    # counts nothing, a trace lacks the operator, autocast does not cast.
     if (
         is_compiling()
         or torch._C._get_tracing_state() is not None

@@ -55,7 +55,7 @@ class Operator:
         fake: ``(terms, options)`` to uninitialised results.
         fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
         reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
-        table: Backends, the preferred first; the last one refuses nothing.
+        table: Backends, the preferred first; the last one can compute everything.
         operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
         backward_operations: Likewise of the backward, also for the list of gradients that are needed.
         cast: Names of the terms that take autocast's dtype; None for all.
@@ -109,7 +109,7 @@ class Operator:
             raise backends.Explained(self._explain(terms, options))
         args = (*terms, *options)
         if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
-            results = self._once.direct(self._forward, args)
+            results = self._once.record(self._forward, args)
         elif self._by_reference():
             return under_autocast(lambda *cast: self._definition(self.terms(*cast), options), terms, self._cast)
         else:
@@ -160,7 +160,11 @@ class Operator:
         if not HAS_OPERATORS:
             reason = f"torch {torch.__version__} defines no operators from Python, 2.4 is the first that does"
             return backends.Choice(backends.REFERENCE, {"any other backend": reason})
-        return backends.survey(self.table, terms, options)
+        if (name := backends.forced()) is None:
+            return backends.survey(self.table, terms, options)
+        if name != backends.REFERENCE:
+            backends.choose(self.name, self.table, terms, options)
+        return backends.Choice(name, {})
 
     # --- torch.library --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..common import triton_launch
 from ..common.arguments import broadcasts, check_dim, check_tensors, finite
+from ..common.backends import forced
 from ..common.operator import Operator
 from . import cpu, eager, reference, triton
 from .operands import Options, Terms
@@ -59,7 +61,7 @@ def criss_cross_attention(
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return ATTEND(terms, Options(finite("scale", scale), triton.wanted(terms)))
+    return ATTEND(terms, Options(finite("scale", scale), _recomputes(terms)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
@@ -86,6 +88,18 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
                 f"position_logits must have shape {shape}, H + W logits per position of value, or size 1 in either of "
                 f"the first two axes, got {tuple(position_logits.shape)}"
             )
+
+
+def _recomputes(terms: Terms) -> bool:
+    """Return whether to keep log-sum-exps instead of weights: where Triton's kernels are forced, or on their devices.
+
+    This is decided here, not by a backend: a compiled graph knows the results' shapes before any backend is chosen.
+    """
+    if not triton.takes(terms):
+        return False
+    if (name := forced()) is not None:
+        return name == triton_launch.NAME
+    return triton_launch.runs_on(terms.value.device.type, terms.value.device.index or 0)
 
 
 # --- the operator -------------------------------------------------------------------------------------------------
@@ -117,7 +131,7 @@ ATTEND = Operator(
     fake=eager.empty_results,
     fake_gradient=lambda name, term: eager.empty_gradient(term),
     reference=_definition,
-    table=[triton.BACKEND, cpu.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
     backward_operations=_backward_operations,
     nothing=0.0,

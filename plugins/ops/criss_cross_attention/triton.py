@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
 from ..common.backends import Backend, Gradients
 from ..common.gradients import needed
 from ..common.strides import strides
@@ -53,22 +53,14 @@ OTHER_BLOCKS = {
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def wanted(terms: Terms) -> bool:
-    """Return whether these kernels are to serve, whatever the sizes are."""
-    if not _takes(terms):
-        return False
-    if (name := backends.forced()) is not None:
-        return name == triton_launch.NAME
-    return triton_launch.runs_on(terms.value.device.type, terms.value.device.index or 0)
-
-
-def _takes(terms: Terms) -> bool:
+def takes(terms: Terms) -> bool:
+    """Return whether the kernels have these terms and this dtype, whatever the sizes and the device are."""
     return terms.value.dtype in _HALF and terms.position_logits is None
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute this, or None."""
-    if not _takes(terms):
+    if not takes(terms):
         return "its kernels take content alone, in float16 and bfloat16"
     if reason := triton_launch.refusal(terms.value):
         return reason
@@ -211,4 +203,4 @@ class _Launches:
         )  # fmt: skip
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

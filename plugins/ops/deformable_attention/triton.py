@@ -33,7 +33,7 @@ FORWARD, BACKWARD = Block(1024, 128, 2), Block(256, 128, 1)  # without spills; n
 RDNA_FORWARD = Block(256, 128, 2)  # on AMD's devices with warps of 32 threads; not run
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute, or None."""
     value, locations, weights = terms
     if reason := triton_launch.refusal(value):
@@ -113,4 +113,6 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return dict(value=of_value, locations=of_locations, weights=of_weights)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, library.refuses_determinism)
+BACKEND = Backend(
+    triton_launch.NAME, cannot, forward, backward, library.refuses_determinism, prefers_not=triton_launch.prefers_not
+)

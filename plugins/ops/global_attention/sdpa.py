@@ -24,6 +24,7 @@ from ..common import flash
 from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
 from ..common.gradients import like_terms
+from . import triton
 from .operands import Options, Terms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
@@ -47,12 +48,27 @@ def _padded(size: int) -> int:
     return -(-size // _MULTIPLE) * _MULTIPLE
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why PyTorch's fused attention cannot run, or None.
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why PyTorch's fused attention cannot run, or None."""
+    value = terms.value
+    if value.device.type == "cpu":
+        return None
+    if not value.is_cuda:
+        return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
+    if value.dtype == torch.float64:
+        return "CUDA's fused attention does not support float64"
+    if max(value.shape[:2]) > flash.MOST:
+        return f"CUDA's fused attention takes up to {flash.MOST} images and heads, got shape {tuple(value.shape)}"
+    return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Return the reason why another backend is faster, or None.
 
     On CPUs it takes only wide content without other terms. Up to a width of 32 our kernel is at least as fast (168
     against 185 ms, forward and backward, for 4200 queries and 1050 keys of 9 heads x 28); at 64 PyTorch's is faster,
-    at 256 three times as fast.
+    at 256 three times as fast. On CUDA it leaves to Triton what that can compute, but for position alone, and content
+    alone in half precision.
     """
     query, _, value, *logits = terms
     if value.device.type == "cpu":
@@ -61,17 +77,15 @@ def refuses(terms: Terms, options: Options) -> str | None:
         if any(term is not None for term in logits):
             return "on CPUs it is faster only for content alone"
         return None
-    if not value.is_cuda:
-        return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
-    if value.dtype == torch.float64:
-        return "CUDA's fused attention does not support float64"
-    if max(value.shape[:2]) > flash.MOST:
-        return f"CUDA's fused attention takes up to {flash.MOST} images and heads, got shape {tuple(value.shape)}"
-    folded = max(width(terms), value.shape[-1])
-    return None if folded <= WIDEST else f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
+    if (folded := max(width(terms), value.shape[-1])) > WIDEST:
+        return f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
+    of_ours = torch.are_deterministic_algorithms_enabled() or not (query is None or is_flash(terms, options))
+    if of_ours and triton.cannot(terms, options) is None:
+        return "Triton's kernels are faster for content with other terms or in float32, and are deterministic"
+    return None
 
 
-def refuses_backward(terms: Terms, options: Options) -> str | None:
+def cannot_backward(terms: Terms, options: Options) -> str | None:
     """Refuse deterministic mode on CUDA: the fused backward adds with atomics, the chunks add in a fixed order."""
     if terms.value.is_cuda and torch.are_deterministic_algorithms_enabled():
         return "CUDA's fused backward is not deterministic"
@@ -244,4 +258,4 @@ def _unfold(
     return grads
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)
+BACKEND = Backend("sdpa", cannot, forward, backward, cannot_backward, prefers_not)

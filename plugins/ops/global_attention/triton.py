@@ -13,13 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
 from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
 from ..common.gradients import like_terms, needed, target
 from ..common.strides import has_rows, with_rows
 from ..common.triton_launch import launch, power_of_two
-from . import sdpa
 from .operands import Options, Terms
 
 WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
@@ -89,8 +88,8 @@ _LOGITS = (
 )
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why these kernels do not compute, or None."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why these kernels cannot compute, or None."""
     query, _, value, *_ = terms
     if reason := triton_launch.refusal(value):
         return reason
@@ -102,9 +101,6 @@ def refuses(terms: Terms, options: Options) -> str | None:
     Hq, Wq = terms.grid()
     if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
         return "there are 2**31 queries or keys, more than it counts"
-    chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
-    if chosen and (query is None or sdpa.is_flash(terms, options)) and sdpa.refuses(terms, options) is None:
-        return "PyTorch's fused attention is faster without content, and for content alone in half precision"
     return None
 
 
@@ -284,4 +280,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

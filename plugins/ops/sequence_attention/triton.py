@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
 from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
 from ..common.gradients import like_terms, needed, target
@@ -70,7 +70,8 @@ FEW_PROGRAMS, MANY_KEYS = 16, 2**15
 LONGEST = 2**23  # positions, taps, and numbers between rows: offsets within a tile stay below 2**31
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels cannot compute, or None."""
     value, T = terms.value, terms.queries()
     if reason := triton_launch.refusal(value):
         return reason
@@ -85,8 +86,16 @@ def refuses(terms: Terms, options: Options) -> str | None:
     programs = value.shape[0] * value.shape[1] * -(-longest // 16)
     if programs > triton_launch.LONGEST_GRID:
         return f"a grid has up to {triton_launch.LONGEST_GRID} programs, and these are up to {programs}"
-    busy = value.shape[0] * value.shape[1] * -(-T // SHORT)
-    if backends.forced() is None and busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
+    return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Leave few queries of many keys to products with all keys at once."""
+    value = terms.value
+    if reason := triton_launch.prefers_not(terms, options):
+        return reason
+    busy = value.shape[0] * value.shape[1] * -(-terms.queries() // SHORT)
+    if busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
         return f"only {busy} programs would go through {value.shape[2]} keys, which does not pay"
     return None
 
@@ -309,4 +318,4 @@ def _sum_position(kernel: Any, call: Call, tensors: dict[str, Tensor | None], sh
     return sums.sum(0)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=prefers_not)

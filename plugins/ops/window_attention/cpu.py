@@ -30,8 +30,8 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
     return [query, key, value, position_logits]
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Refuse windows far larger than the map: packed rows are as long as their windows reach."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels do not compute: packed rows are as long as their windows reach."""
     if reason := library.refusal(terms.value.device, "cpu"):
         return reason
     leader = terms.position_logits if terms.query is None else terms.query
@@ -70,4 +70,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend("cpu", refuses, forward, backward)
+BACKEND = Backend("cpu", cannot, forward, backward)

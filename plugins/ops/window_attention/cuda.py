@@ -29,7 +29,7 @@ def backward_kernels(*arguments: Any) -> None:
     torch.ops.attn_plugins.window_attention_gather_backward_(*arguments)
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels cannot compute these terms, or None."""
     query, _, value, _ = terms
     if value.dtype == torch.float64:
@@ -71,4 +71,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend("cuda", refuses, forward, backward)
+BACKEND = Backend("cuda", cannot, forward, backward)

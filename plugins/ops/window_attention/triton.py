@@ -23,7 +23,7 @@ WIDEST = 512
 _SIZE, _WARPS = 2048, 4  # numbers in a block of queries or keys; not timed
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute, or None."""
     query, _, value, _ = terms
     if reason := triton_launch.refusal(value):
@@ -123,4 +123,4 @@ def backward(
     return like_terms(terms, grads)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

@@ -26,7 +26,7 @@ without_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only
 @pytest.fixture
 def folded(monkeypatch):
     """Let folding serve on CPUs, whatever the terms and their widths."""
-    monkeypatch.setattr(ATTEND, "table", [folding.BACKEND._replace(refuses=lambda terms, options: None)])
+    monkeypatch.setattr(ATTEND, "table", [folding.BACKEND._replace(prefers_not=None)])
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 40**-0.5, 0.0])
@@ -100,8 +100,8 @@ def test_more_images_than_a_grid_has_are_refused():
     with FakeTensorMode():
         many = torch.empty(65536, 1, 2, 2, 8, device="cuda")
         terms = Terms(None, None, many, many[..., :2], None, None)
-        assert "up to 65535 images and heads" in folding.refuses(terms, SCALE)
-        assert folding.refuses(Terms(*(None if t is None else t[1:] for t in terms)), SCALE) is None
+        assert "up to 65535 images and heads" in folding.cannot(terms, SCALE)
+        assert folding.cannot(Terms(*(None if t is None else t[1:] for t in terms)), SCALE) is None
 
 
 @without_cuda
