@@ -49,16 +49,14 @@ def launches(
     serving = next(backend for backend in operator.table if backend.name == triton_launch.NAME)
     needs = [term is not None for term in terms]
     with backends.backend(triton_launch.NAME), triton_launch.recorded(target) as recorded:
-        refuses = serving.refuses if passes == "forward" else serving.refuses_backward
-        if reason := serving.refuses(terms, options) or refuses(terms, options):
+        if reason := serving.refusal(terms, options, backward=passes != "forward", forced=True):
             raise ValueError(f"{operator.name}: {reason}")
         if passes != "backward":
-            serving.forward(terms, options) if serving.allocates else serving.forward(terms, options, *results)
+            serving.forward(terms, options)
         if passes != "forward":
             kept = [results[n] for n in operator._kept]
             grad = torch.empty_like(results[0])
-            wanted = needs if serving.allocates else operator._gradients(terms, needs)
-            serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, wanted)))
+            serving.backward(grad, terms, options, *kept, dict(zip(terms._fields, needs)))
     return recorded
 
 

@@ -43,7 +43,7 @@ def emulated_by(name: str, emulator: Any) -> Iterator[None]:
         return run
 
     row = cuda._replace(
-        name=NAME, refuses=on_cpu(cuda.refuses), forward=on_cpu(cuda.forward), backward=on_cpu(cuda.backward)
+        name=NAME, cannot=on_cpu(cuda.cannot), forward=on_cpu(cuda.forward), backward=on_cpu(cuda.backward)
     )
     with patch.object(operator, "table", [*operator.table[:-1], row, operator.table[-1]]):
         yield

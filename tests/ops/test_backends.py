@@ -36,6 +36,7 @@ def test_explaining_computes_nothing(name):
     assert choice.serves == "eager"
     words = ("meta", "float64", "float16", "CPUs")
     assert all(any(word in reason for word in words) for reason in choice.refusals.values())
+    assert not choice.preferences
 
 
 def test_explaining_what_is_no_operator():
@@ -129,6 +130,17 @@ def test_a_backend_that_is_forced_around_the_backward_computes_it(before, seen):
         output = sequence_attention(query, key, value)
     _gradients(output, [query, key, value], lambda: backend("eager"))
     assert seen == [("cpu", False)] + [("eager", True)] * 2
+
+
+def test_what_a_backend_prefers_not_to_compute_can_be_forced():
+    terms = [torch.randn(1, 2, 3, 4, 8) for _ in range(3)]
+    choice = explain(global_attention, *terms)
+    assert choice.preferences["sdpa"] == "on CPUs it is faster only for heads wider than 32"
+    assert "sdpa could, but is not chosen: on CPUs it is" in str(choice)
+    with backend("sdpa"):
+        assert str(explain(global_attention, *terms)) == "sdpa serves"
+        forced = global_attention(*terms)
+    torch.testing.assert_close(forced, global_attention(*terms))
 
 
 def test_a_refusal_is_logged_once(caplog):

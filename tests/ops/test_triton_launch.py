@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from attn_plugins.ops.common import backends, triton_launch
+from attn_plugins.ops.window_attention import triton as triton_window
+from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, needs_triton, randn
 
 
-def test_tensors_of_the_cpu_are_refused_in_words_unless_asked_for():
-    tensor = torch.zeros(1)
-    reason = triton_launch.refusal(tensor)
+def test_tensors_of_the_cpu_are_refused_in_words(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    reason = triton_launch.refusal(torch.zeros(1))
     assert reason == "its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on cpu"
 
 
@@ -31,11 +33,16 @@ def test_no_plans_are_made_of_calls_that_launch_nothing_or_are_recorded():
 @needs_triton
 @pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled here, not interpreted")
 def test_the_interpreter_takes_tensors_of_the_cpu():
-    with backends.backend("triton"):
-        assert triton_launch.refusal(torch.zeros(1)) is None
-        assert "are on meta" in triton_launch.refusal(torch.zeros(1, device="meta"))
-        with triton_launch.recorded():
-            assert triton_launch.refusal(torch.zeros(1, device="meta")) is None
+    """If that is forced; a model would wait for it otherwise."""
+    assert triton_launch.refusal(torch.zeros(1)) is None
+    assert "are on meta" in triton_launch.refusal(torch.zeros(1, device="meta"))
+    with triton_launch.recorded():
+        assert triton_launch.refusal(torch.zeros(1, device="meta")) is None
+    maps = torch.zeros(1, 1, 2, 2, 4)
+    terms, options = Terms(maps, maps, maps, None), Options((1, 1), (1, 1), (0, 0), (1, 1), "exclude", 1.0)
+    assert triton_window.BACKEND.refusal(terms, options, forced=True) is None
+    preference = triton_window.BACKEND.refusal(terms, options)
+    assert preference == "on cpu, its kernels are only interpreted or recorded, for tests"
 
 
 def test_launches_are_recorded_in_one_thread():
@@ -46,7 +53,7 @@ def test_launches_are_recorded_in_one_thread():
 
 def test_without_triton(monkeypatch):
     monkeypatch.setattr(triton_launch, "_missing", lambda: "Triton is not installed")
-    with backends.backend("triton"), triton_launch.recorded():
+    with triton_launch.recorded():
         assert triton_launch.refusal(torch.zeros(1)) == "Triton is not installed"
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from attn_plugins.ops.common import backends, transposition, triton_launch
+from attn_plugins.ops.common import operator as operator_module
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 
@@ -159,8 +160,13 @@ def as_on_cuda() -> Iterator[Callable[[], int]]:
         # Plain calls choose as they do on a GPU, and repeat their plans.
         stack.enter_context(backends.backend(None))  # type: ignore[arg-type]
         stack.enter_context(patch.object(triton_launch, "state", lambda tensor: ("models", tensor.dtype)))
-        served = cuda_convolution.BACKEND._replace(refuses=backends.never)
+        served = cuda_convolution.BACKEND._replace(cannot=backends.never)
         stack.enter_context(patch.object(CONVOLVE, "table", [served]))
+        for (
+            operator
+        ) in operator_module.OPERATORS.values():  # tensors of the CPU, for which Triton is not the first, nor preferred
+            first = [row._replace(prefers_not=None) for row in operator.table if row.name == triton_launch.NAME]
+            stack.enter_context(patch.object(operator, "table", [*first, *operator.table]))
         stack.enter_context(patch.object(transposition, "has_kernel", lambda tensor: True))
         stack.enter_context(patch.object(transposition, "transposed", transpose))
         for name, kernel in (("forward", convolve), ("backward", differentiate)):

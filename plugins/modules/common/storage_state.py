@@ -16,6 +16,8 @@ def keep(x: Any, name: str, value: Any) -> None:
     """Keep ``value`` with the storage of ``x``, if that is a tensor with a storage; None changes nothing."""
     storage = _storage(x) if value is not None else None
     if storage is not None:
+        # An attribute lives exactly as long as the storage, whose Python object torch keeps. In a table by address, a
+        # later tensor in the same memory would find what belongs to an earlier call.
         setattr(storage, f"_attn_plugins_{name}", value)
 
 

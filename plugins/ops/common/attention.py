@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import arithmetic_dtype
+
 
 def check_query_and_key(query: Tensor | None, key: Tensor | None, value: Tensor, axes: str) -> None:
     """Check that both are given or neither, with value's batch and heads, key with value's positions, and of one width.
@@ -32,16 +34,16 @@ def check_query_and_key(query: Tensor | None, key: Tensor | None, value: Tensor,
         raise ValueError(f"key must have shape {expected}, value's axes and query's width, got {tuple(key.shape)}")
 
 
-def empty_results(value: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
+def empty_results(value: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Return an uninitialised output (B, M, *sizes, dv) and log-sum-exp (B, M, *sizes), of one or two sizes.
 
-    The output is stored as (B, *sizes, M, dv) for the projection that follows. It is no view.
+    The output is stored as (B, *sizes, M, dv) for the projection that follows, in the value's dtype or ``dtype``. It is
+    no view.
     """
     B, M, dv = value.shape[0], value.shape[1], value.shape[-1]
     steps = (M * dv,) if len(sizes) == 1 else (sizes[1] * M * dv, M * dv)
-    output = value.new_empty_strided((B, M, *sizes, dv), (sizes[0] * steps[0], dv, *steps, 1))
-    exact = torch.float64 if value.dtype == torch.float64 else torch.float32
-    return output, value.new_empty((B, M, *sizes), dtype=exact)
+    output = value.new_empty_strided((B, M, *sizes, dv), (sizes[0] * steps[0], dv, *steps, 1), dtype=dtype)
+    return output, value.new_empty((B, M, *sizes), dtype=arithmetic_dtype(value.dtype))
 
 
 def counts_of_products(products: Callable[[Any, Any], tuple[int, int]]) -> dict[str, Any]:

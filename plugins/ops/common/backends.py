@@ -1,4 +1,4 @@
-"""Choice of the backend that computes an operator: the first in its table that does not refuse the call.
+"""Choice of the backend that computes an operator: the first in its table that can and has no reason not to.
 
 ::
 
@@ -29,7 +29,10 @@ _SERVING = {
 
 
 def never(terms: Any, options: Any) -> None:
-    """Refuse nothing."""
+    """Return no reason: a backend that can compute everything."""
+
+
+Predicate = Callable[[Any, Any], "str | None"]  # of terms and options; they depend on no backend that is forced
 
 
 class Backend(NamedTuple):
@@ -37,22 +40,36 @@ class Backend(NamedTuple):
 
     Attributes:
         name: As :func:`backend` and :func:`explain` know it.
-        refuses: The reason, in words, why it does not compute these terms with these options, or None.
-        forward: ``(terms, options, *results)``, which fills the results.
-        backward: ``(grad_output, terms, options, *kept, grads)``: ``grads`` maps the terms' names to uninitialised
-            gradients, None where not needed. It fills some of them and returns the others by name, in any dtype, and of
-            full size along axes where a term broadcasts.
-        refuses_backward: Reasons that hold for the backward alone; ``refuses`` applies to it as well.
-        allocates: True where ``forward(terms, options)`` returns the results, and
-            ``backward(grad_output, terms, options, *kept, needs)`` the gradients, both by name.
+        cannot: The reason, in words, why it is unable to compute these terms with these options, or None.
+        forward: ``(terms, options)`` to the results, a tensor or a tuple, as the operator's ``fake`` promises them. It
+            gets no call of an empty output.
+        backward: ``(grad_output, terms, options, *kept, needs)`` to gradients by the names of the terms, as
+            ``fake_gradient`` promises them. ``needs`` is True for terms whose gradients are needed; those of others
+            are missing, None or empty.
+        cannot_backward: Reasons that hold for the backward alone; ``cannot`` applies to it as well.
+        prefers_not: The reason why others are to serve, mostly because they are faster; it computes if it is forced.
+        prefers_not_backward: Likewise for the backward alone.
     """
 
     name: str
-    refuses: Callable[[Any, Any], str | None]
+    cannot: Predicate
     forward: Callable[..., Any]
-    backward: Callable[..., Any]
-    refuses_backward: Callable[[Any, Any], str | None] = never
-    allocates: bool = False
+    backward: Callable[..., Gradients]
+    cannot_backward: Predicate | None = None
+    prefers_not: Predicate | None = None
+    prefers_not_backward: Predicate | None = None
+
+    def refusal(self, terms: Any, options: Any, backward: bool = False, forced: bool = False) -> str | None:
+        """Return the reason why this backend does not serve a call, or None; forced, it has no preferences."""
+        reason = self.cannot(terms, options)
+        if reason is None and backward and self.cannot_backward is not None:
+            reason = self.cannot_backward(terms, options)
+        if reason is None and not forced:
+            if self.prefers_not is not None:
+                reason = self.prefers_not(terms, options)
+            if reason is None and backward and self.prefers_not_backward is not None:
+                reason = self.prefers_not_backward(terms, options)
+        return reason
 
 
 class Failure(str):
@@ -60,13 +77,15 @@ class Failure(str):
 
 
 class Choice(NamedTuple):
-    """The backend that serves, and the reasons of those before it."""
+    """The backend that serves, and why those before it do not: some cannot, others could, but prefer not to."""
 
     serves: str
     refusals: dict[str, str]
+    preferences: dict[str, str] = {}
 
     def __str__(self) -> str:
-        lines = [f"{self.serves} serves", *(f"{name} does not: {reason}" for name, reason in self.refusals.items())]
+        lines = [f"{self.serves} serves", *(f"{name} cannot: {reason}" for name, reason in self.refusals.items())]
+        lines += [f"{name} could, but is not chosen: {reason}" for name, reason in self.preferences.items()]
         return "\n".join(lines)
 
 
@@ -111,7 +130,7 @@ def backend(name: str) -> Iterator[None]:
     tensors in threads of its own, which a backend that is forced around the backward alone does not reach.
 
     Raises:
-        ValueError: by the operator, where its table has no such backend or the backend refuses.
+        ValueError: by the operator, where its table has no such backend or the backend cannot compute the call.
     """
     before, _state.forced = _state.forced, name
     try:
@@ -123,6 +142,8 @@ def backend(name: str) -> Iterator[None]:
 def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
     """Return which backend serves a call, and why those before it in the table do not. Nothing is computed.
 
+    Some cannot; others could, and do if :func:`backend` forces them, but are slower or meant for tests.
+
     Args:
         operator: A functional of :mod:`attn_plugins.ops`, such as ``window_attention``.
         *args: Its arguments, which are checked as usual.
@@ -130,6 +151,7 @@ def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
 
     Raises:
         TypeError: ``operator`` is not one of ours.
+        ValueError: a backend is forced that cannot compute the call.
     """
     before, _state.explaining = _state.explaining, True
     try:
@@ -152,7 +174,7 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     """Return the backend that computes, and log once which one it is where compiled kernels do not run at all.
 
     Raises:
-        ValueError: the backend that :func:`backend` forces is not in the table, or refuses.
+        ValueError: the backend that :func:`backend` forces is not in the table, or cannot compute the call.
     """
     name = _state.forced
     if backward and name == REFERENCE:  # of a forward that another backend computed
@@ -161,9 +183,7 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     for candidate in table:
         if name is not None and candidate.name != name:
             continue
-        reason = candidate.refuses(terms, options)
-        if backward and reason is None:
-            reason = candidate.refuses_backward(terms, options)
+        reason = candidate.refusal(terms, options, backward, forced=name is not None)
         if reason is None:
             for kind, failure in failed.items():
                 _warn(operator, kind, candidate.name, failure)
@@ -172,7 +192,8 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
             failed[candidate.name] = reason
         if name is not None:
             raise ValueError(f"backend {name!r} does not compute this {operator}: {reason}")
-        _log(operator, candidate.name, reason)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log(operator, candidate.name, reason)
     names = ", ".join([*(candidate.name for candidate in table), REFERENCE])
     raise ValueError(f"backend must be one of {names} for {operator}, got {name!r}")
 
@@ -180,12 +201,15 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
 def survey(table: Sequence[Backend], terms: Any, options: Any) -> Choice:
     """Return the choice of :func:`choose` with the reasons of the backends before it."""
     refusals: dict[str, str] = {}
+    preferences: dict[str, str] = {}
     for candidate in table:
-        reason = candidate.refuses(terms, options)
-        if reason is None:
-            return Choice(candidate.name, refusals)
-        refusals[candidate.name] = reason
-    raise AssertionError("the last backend of a table refuses nothing")
+        if (reason := candidate.refusal(terms, options, forced=True)) is not None:
+            refusals[candidate.name] = reason
+        elif (reason := candidate.refusal(terms, options)) is not None:
+            preferences[candidate.name] = reason
+        else:
+            return Choice(candidate.name, refusals, preferences)
+    raise AssertionError("the last backend of a table can compute everything and has no preferences")
 
 
 @lru_cache(maxsize=1024)  # reasons contain sizes

@@ -64,18 +64,14 @@ class Differentiable:
                 return compute(*args)
 
         with enable_single_level_autograd_function():
-            return self.record(lower, args, self.apply)
+            return self.record(lower, args)
 
-    def direct(self, compute: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Compute without the dispatcher; see :func:`unobserved`."""
-        return self.record(compute, args, self.apply)
-
-    def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any]) -> Any:
+    def record(self, compute: Callable[..., Any], args: Sequence[Any], apply: Callable[..., Any] | None = None) -> Any:
         """Return ``compute(*args)``, with a node of the graph where a gradient may be asked for."""
         if torch.is_grad_enabled():
             for t in args:
                 if isinstance(t, Tensor) and t.requires_grad:
-                    return apply(compute, *args)
+                    return (apply or self.apply)(compute, *args)
         with torch._C._AutoDispatchBelowAutograd():
             return compute(*args)
 
@@ -96,6 +92,8 @@ def unobserved(args: Sequence[Any]) -> bool:
     Without compilation, tracing, modes, transforms, autocast or a profiler, plain tensors on a CPU or a GPU take the
     same way through the dispatcher every time, which two crossings between Python and C++ make slow.
     """
+    # Each condition is an observer of the dispatcher. One that is left out here misses calls in silence: a FLOP counter
+    # counts nothing, a trace lacks the operator, autocast does not cast.
     if (
         is_compiling()
         or torch._C._get_tracing_state() is not None
@@ -121,11 +119,41 @@ def _has_tangent(argument: Any) -> bool:
     return isinstance(argument, Tensor) and forward_ad.unpack_dual(argument).tangent is not None
 
 
-def fill(grads: Gradients, results: Gradients) -> None:
-    """Write what a backend's backward returned to the gradients, summed over the axes where a term broadcasts."""
-    for name, result in results.items():
-        if (grad := grads[name]) is not None and result is not None and result is not grad:
-            grad.copy_(result.sum_to_size(grad.shape))
+def needed(terms: Any, needs: dict[str, bool]) -> list[tuple[str, Tensor]]:
+    """Return names and tensors of the terms whose gradients are needed."""
+    return [(name, term) for name, term in zip(terms._fields, terms) if needs[name]]
+
+
+def target(
+    term: Tensor, shape: Sequence[int], dtype: torch.dtype, fits: Callable[[Tensor], bool] | None = None
+) -> Tensor:
+    """Return an uninitialised tensor for a kernel to write a gradient to.
+
+    Args:
+        term: Whose gradient it is.
+        shape: Of what the kernel writes, the term's own unless that broadcasts.
+        dtype: Of a tensor that is not the gradient itself, whose sum or copy :func:`like_terms` returns.
+        fits: Whether the kernel can write to the gradient itself, a tensor like the term. None: to any.
+    """
+    if term.shape == shape:
+        grad = torch.empty_like(term)
+        if fits is None or fits(grad):
+            return grad
+    return term.new_empty(shape, dtype=dtype)
+
+
+def like_terms(terms: Any, grads: Gradients) -> Gradients:
+    """Return gradients in the shapes, dtypes and strides of tensors like their terms, summed where terms broadcast."""
+    return {name: grad if grad is None else _like(getattr(terms, name), grad) for name, grad in grads.items()}
+
+
+def _like(term: Tensor, grad: Tensor) -> Tensor:
+    # A compiled graph reads gradients with the strides that empty_like gave its fake ones: others are wrong numbers.
+    same = grad.dtype == term.dtype and grad.shape == term.shape
+    if same and grad.stride() == term.stride():
+        return grad
+    like = torch.empty_like(term)  # not of the term's strides, where that is a view with gaps
+    return grad if same and grad.stride() == like.stride() else like.copy_(grad.sum_to_size(term.shape))
 
 
 def second_gradients(

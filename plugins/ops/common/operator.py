@@ -25,7 +25,7 @@ from . import backends, library, schemas, triton_launch
 from .arguments import in_dtype, under_autocast
 from .backends import Backend
 from .batching import mapped
-from .gradients import Differentiable, fill, is_batched_gradient, second_gradients, traced, transformed, unobserved
+from .gradients import Differentiable, is_batched_gradient, second_gradients, traced, transformed, unobserved
 from .plans import replay
 
 NAMESPACE = "attn_plugins"
@@ -55,7 +55,7 @@ class Operator:
         fake: ``(terms, options)`` to uninitialised results.
         fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
         reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
-        table: Backends, the preferred first; the last one refuses nothing.
+        table: Backends, the preferred first; the last one can compute everything.
         operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
         backward_operations: Likewise of the backward, also for the list of gradients that are needed.
         cast: Names of the terms that take autocast's dtype; None for all.
@@ -109,7 +109,7 @@ class Operator:
             raise backends.Explained(self._explain(terms, options))
         args = (*terms, *options)
         if HAS_OPERATORS and backends.forced() != backends.REFERENCE and unobserved(args):
-            results = self._once.direct(self._forward, args)
+            results = self._once.record(self._forward, args)
         elif self._by_reference():
             return under_autocast(lambda *cast: self._definition(self.terms(*cast), options), terms, self._cast)
         else:
@@ -160,7 +160,11 @@ class Operator:
         if not HAS_OPERATORS:
             reason = f"torch {torch.__version__} defines no operators from Python, 2.4 is the first that does"
             return backends.Choice(backends.REFERENCE, {"any other backend": reason})
-        return backends.survey(self.table, terms, options)
+        if (name := backends.forced()) is None:
+            return backends.survey(self.table, terms, options)
+        if name != backends.REFERENCE:
+            backends.choose(self.name, self.table, terms, options)
+        return backends.Choice(name, {})
 
     # --- torch.library --------------------------------------------------------------------------------------------
 
@@ -231,15 +235,13 @@ class Operator:
     def _compute(self, *args: Any) -> Any:
         terms, options = self.terms._make(args[: self._count]), self.options._make(args[self._count :])
         serving = backends.choose(self.name, self.table, terms, options)
-        if serving.allocates:
-            return serving.forward(terms, options)
-        results = self.fake(terms, options)
-        if results[0].numel():
-            serving.forward(terms, options, *results)
-        else:
-            for result in results:
-                result.fill_(self._nothing)
-        return results if len(results) > 1 else results[0]
+        for term in terms:
+            if term is not None and not term.numel():  # kernels get no empty output, which needs an empty term
+                results = self.fake(terms, options)
+                if not results[0].numel():
+                    filled = [result.fill_(self._nothing) for result in results]
+                    return tuple(filled) if len(filled) > 1 else filled[0]
+        return serving.forward(terms, options)
 
     def _backward(self, *args: Any) -> tuple[Tensor, ...]:
         if self._of_state is not None and (state := triton_launch.state(args[self._of_state + 1])) is not None:
@@ -253,12 +255,8 @@ class Operator:
             grads = self._gradients(terms, needs)
             return tuple([grad_output.new_empty(0) if grad is None else grad.zero_() for grad in grads])
         serving = backends.choose(self.name, self.table, terms, options, backward=True)
-        if serving.allocates:
-            gradients = serving.backward(grad_output, terms, options, *kept, dict(zip(terms._fields, needs)))
-        else:
-            gradients = dict(zip(terms._fields, self._gradients(terms, needs)))
-            fill(gradients, serving.backward(grad_output, terms, options, *kept, gradients))
-        found = map(gradients.get, terms._fields)
+        wanted = {name: need and term is not None for name, term, need in zip(terms._fields, terms, needs)}
+        found = map(serving.backward(grad_output, terms, options, *kept, wanted).get, terms._fields)
         return tuple([grad_output.new_empty(0) if grad is None else grad for grad in found])
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:

@@ -53,7 +53,9 @@ class Plan(NamedTuple):
 class _Recorder(TorchDispatchMode):
     def __init__(self, tensors: Sequence[Tensor]):
         super().__init__()
-        self.tensors = list(tensors)  # none is freed meanwhile, so that no two have the same id
+        # All tensors of the call are held until it ends: the id of a freed one would be that of a later one, and the
+        # repeated call would read its memory instead.
+        self.tensors = list(tensors)
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         self.steps: list[Step] = []
         self.repeatable = True
@@ -121,6 +123,8 @@ def replay(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[
     for arg in args:
         if isinstance(arg, Tensor):
             tensors.append(arg)
+            # With the alignment: if it was one of 16 bytes, Triton compiled the recorded launch for loads of as many,
+            # which fault at other addresses.
             kind += (arg.shape, arg.stride(), arg.dtype, arg.data_ptr() % 16)
         else:
             kind.append(tuple(arg) if isinstance(arg, list) else arg)
@@ -128,7 +132,9 @@ def replay(function: Callable[..., Any], state: tuple[Any, ...], args: Sequence[
     plan = _plans.get(key)
     if isinstance(plan, Plan):
         return plan.repeat(tensors)
-    if plan and len({*map(id, tensors)}) == len(tensors):  # else which of two places is a tensor's is not known
+    # Not where one tensor is two arguments, as in attention of a map to itself: the recorder knows tensors by id, and
+    # a later call of these shapes would have one of its arguments in both places.
+    if plan and len({*map(id, tensors)}) == len(tensors):
         _state.recorder = _Recorder(tensors)
         try:
             with _state.recorder as recorder:

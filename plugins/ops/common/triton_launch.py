@@ -104,18 +104,23 @@ def interpreted() -> bool:
 
 
 def refusal(tensor: Tensor) -> str | None:
-    """Return the reason why Triton's kernels do not take ``tensor``, whatever its shape, or None.
+    """Return the reason why Triton's kernels cannot take ``tensor``, whatever its shape, or None.
 
-    Tensors of the CPU are taken by the interpreter, and tensors of no device while launches are recorded, but only
-    where :func:`.backend` asks for it.
+    The interpreter takes tensors of the CPU, and :func:`recorded` those of any device, or of none.
     """
-    asked = backends.forced() == NAME and (recording() or (tensor.device.type == "cpu" and interpreted()))
     kind = tensor.device.type
-    if not (asked or kind in DEVICES):
+    simulated = recording() or (kind == "cpu" and interpreted())
+    if not (simulated or kind in DEVICES):
         return f"its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on {kind}"
     if tensor.dtype == torch.float64:
         return "its kernels take no float64"
-    return _missing() if asked else _refusal(kind, tensor.device.index or 0)
+    return _missing() if simulated else _refusal(kind, tensor.device.index or 0)
+
+
+def prefers_not(terms: Any, options: Any) -> str | None:
+    """Leave to others what kernels are only interpreted or recorded for; see :class:`.backends.Backend`."""
+    kind = terms.value.device.type
+    return None if kind in DEVICES else f"on {kind}, its kernels are only interpreted or recorded, for tests"
 
 
 def runs_on(kind: str, index: int) -> bool:
@@ -149,7 +154,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **c
 
 
 # What triton.jit compiled, and the values of the tl.constexpr parameters, by what it was compiled for. Triton's own
-# search for it looks at every argument anew, which takes longer than the rest of a launch.
+# search for it looks at every argument anew, which takes longer than the rest of a launch. A property of an argument
+# that Triton specialises and _variant leaves out would launch a binary for other arguments: wrong results, or a fault.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite
+from ..common import triton_launch
+from ..common.arguments import broadcasts, check_dim, check_tensors, finite
+from ..common.backends import forced
 from ..common.operator import Operator
 from . import cpu, eager, reference, triton
 from .operands import Options, Terms
@@ -60,7 +61,7 @@ def criss_cross_attention(
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)
-    return ATTEND(terms, Options(finite("scale", scale), triton.wanted(terms)))
+    return ATTEND(terms, Options(finite("scale", scale), _recomputes(terms)))
 
 
 def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_logits: Tensor | None) -> None:
@@ -89,29 +90,23 @@ def _check(query: Tensor | None, key: Tensor | None, value: Tensor, position_log
             )
 
 
+def _recomputes(terms: Terms) -> bool:
+    """Return whether to keep log-sum-exps instead of weights: where Triton's kernels are forced, or on their devices.
+
+    This is decided here, not by a backend: a compiled graph knows the results' shapes before any backend is chosen.
+    """
+    if not triton.takes(terms):
+        return False
+    if (name := forced()) is not None:
+        return name == triton_launch.NAME
+    return triton_launch.runs_on(terms.value.device.type, terms.value.device.index or 0)
+
+
 # --- the operator -------------------------------------------------------------------------------------------------
 
 
 def _definition(terms: Terms, options: Options) -> Tensor:
     return reference.criss_cross_attention(*terms, options.scale)
-
-
-def _results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
-    value = terms.value
-    output = eager.empty(value, value.shape[4])
-    if options.recompute:
-        return output, value.new_empty(0), value.new_empty(value.shape[:4], dtype=arithmetic_dtype(value.dtype))
-    return output, eager.scratch_of_weights(value, value.dtype), value.new_empty(0)
-
-
-def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, in its term's layout if the last axis of that is contiguous."""
-    if term.stride(-1) == 1:
-        gradient = torch.empty_like(term)
-        if gradient.stride(-1) == 1:  # it is not for some overlapping views
-            return gradient
-    return eager.empty(term, term.shape[-1])
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:
@@ -133,10 +128,10 @@ ATTEND = Operator(
     Options,
     ("output", "weights", "log_sum_exp"),
     needs_output=lambda terms, options: options.recompute,
-    fake=_results,
-    fake_gradient=_gradient,
+    fake=eager.empty_results,
+    fake_gradient=lambda name, term: eager.empty_gradient(term),
     reference=_definition,
-    table=[triton.BACKEND, cpu.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
     backward_operations=_backward_operations,
     nothing=0.0,

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
 from ..common.backends import Backend, Gradients, never
+from ..common.gradients import needed
 from ..common.transposition import channels_innermost
 from .operands import Options, Terms
 
@@ -47,6 +48,24 @@ def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
     B, M, H, W, _ = like.shape
     strides = (H * W * M * width, width, W * M * width, M * width, 1)
     return like.new_empty_strided((B, M, H, W, width), strides, dtype=dtype)
+
+
+def empty_results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
+    value = terms.value
+    output = empty(value, value.shape[4])
+    if options.recompute:
+        return output, value.new_empty(0), value.new_empty(value.shape[:4], dtype=arithmetic_dtype(value.dtype))
+    return output, scratch_of_weights(value, value.dtype), value.new_empty(0)
+
+
+def empty_gradient(term: Tensor) -> Tensor:
+    """Return an uninitialised gradient, in its term's layout if the last axis of that is contiguous."""
+    if term.stride(-1) == 1:
+        gradient = torch.empty_like(term)
+        if gradient.stride(-1) == 1:  # it is not for some overlapping views
+            return gradient
+    return empty(term, term.shape[-1])
 
 
 def heads_innermost(tensor: Tensor) -> Tensor:
@@ -179,21 +198,20 @@ def scratch_of_weights(value: Tensor, dtype: torch.dtype) -> Tensor:
     return empty(value, aligned(H) + aligned(W), dtype)
 
 
-def forward(
-    terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor, multiply: Multiply = multiply
-) -> None:
-    """Write the output (B, M, H, W, dv), and the weights (B, M, H, W, S) or the log-sum-exp (B, M, H, W)."""
+def forward(terms: Terms, options: Options, multiply: Multiply = multiply) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (B, M, H, W, dv), and the weights (B, M, H, W, S) or the log-sum-exp (B, M, H, W)."""
+    output, kept_weights, log_sum_exp = empty_results(terms, options)
     H, W = output.shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
     query, key, value = (None if t is None else packed(t, dtype) for t in terms[:3])
     assert value is not None
-    if options.recompute:
-        weights = scratch_of_weights(value, terms[2].dtype)
+    weights = scratch_of_weights(value, terms[2].dtype) if options.recompute else kept_weights
     logits = weights if weights.dtype == arithmetic else torch.empty_like(weights, dtype=arithmetic)
     _write_weights(multiply, query, key, terms[3], options.scale, logits, log_sum_exp if options.recompute else None)
     if logits is not weights:
         weights.copy_(logits)
     _mix(multiply, output, *_parts(weights if weights.dtype == dtype else logits, H, W), value)
+    return output, kept_weights, log_sum_exp
 
 
 def backward(
@@ -203,16 +221,17 @@ def backward(
     output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
-    grads: Gradients,
+    needs: dict[str, bool],
     multiply: Multiply = multiply,
 ) -> Gradients:
-    """Fill the gradients that are not None."""
+    """Return the gradients that are needed."""
     H, W = terms[2].shape[2:4]
     dtype, arithmetic = _operand_dtype(terms[2]), arithmetic_dtype(terms[2].dtype)
     query, key, value, gradient = (None if t is None else packed(t, dtype) for t in (*terms[:3], grad_output))
     assert value is not None
     assert gradient is not None
-    grad_query, grad_key, grad_value, grad_position = grads.values()
+    grads: Gradients = {name: empty_gradient(term) for name, term in needed(terms, needs)}
+    grad_query, grad_key, grad_value, grad_position = map(grads.get, terms._fields)
     if options.recompute:
         weights = scratch_of_weights(value, arithmetic)
         _write_weights(multiply, query, key, terms[3], options.scale, weights)
@@ -221,7 +240,7 @@ def backward(
         column, row = _parts(weights_read, H, W)
         _mix(multiply, grad_value, column.mT, row.mT, gradient)
     if grad_query is None and grad_key is None and grad_position is None:
-        return {}
+        return grads
     slopes = scratch_of_weights(value, arithmetic)  # softmax's backward writes in this order alone
     _fill_padding(slopes, H, W, 0)
     column, row = _parts(slopes, H, W)
@@ -240,7 +259,7 @@ def backward(
         _mix(multiply, grad_query, column, row, key, options.scale)
     if grad_key is not None and query is not None:
         _mix(multiply, grad_key, column.mT, row.mT, query, options.scale)
-    return {}
+    return grads
 
 
 BACKEND = Backend("eager", never, forward, backward)

@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
 from ..common.backends import Backend, Gradients
+from ..common.gradients import needed
 from ..common.strides import strides
-from .eager import empty, packed
+from .eager import empty_gradient, empty_results, packed
 from .operands import Options, Terms
 
 WIDEST = 256  # width of query and key: a program holds them whole
@@ -52,22 +53,14 @@ OTHER_BLOCKS = {
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def wanted(terms: Terms) -> bool:
-    """Return whether these kernels are to serve, whatever the sizes are."""
-    if not _takes(terms):
-        return False
-    if (name := backends.forced()) is not None:
-        return name == triton_launch.NAME
-    return triton_launch.runs_on(terms.value.device.type, terms.value.device.index or 0)
-
-
-def _takes(terms: Terms) -> bool:
+def takes(terms: Terms) -> bool:
+    """Return whether the kernels have these terms and this dtype, whatever the sizes and the device are."""
     return terms.value.dtype in _HALF and terms.position_logits is None
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute this, or None."""
-    if not _takes(terms):
+    if not takes(terms):
         return "its kernels take content alone, in float16 and bfloat16"
     if reason := triton_launch.refusal(terms.value):
         return reason
@@ -88,10 +81,11 @@ def _blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log_sum_exp: Tensor) -> None:
-    """Write the output (B, M, H, W, dv) and the log-sum-exp (B, M, H, W)."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output (B, M, H, W, dv), no weights, and the log-sum-exp (B, M, H, W)."""
     from . import triton_kernels
 
+    output, weights, log_sum_exp = empty_results(terms, options)
     launches = _Launches(terms, options, output)
     query, key, value = launches.terms
     blocks = launches.blocks("attend")
@@ -101,6 +95,7 @@ def forward(terms: Terms, options: Options, output: Tensor, weights: Tensor, log
             triton_kernels.attend, blocks, column, blocks.queries, _blocks(value.shape[4], blocks.channels),
             dict(output=output, partial=partial, log_sum_exp=log_sum_exp),
         )  # fmt: skip
+    return output, weights, log_sum_exp
 
 
 def backward(
@@ -110,19 +105,19 @@ def backward(
     output: Tensor | None,
     weights: Tensor,
     log_sum_exp: Tensor,
-    grads: Gradients,
+    needs: dict[str, bool],
 ) -> Gradients:
-    """Fill the gradients of query, key and value that are not None."""
+    """Return the gradients of query, key and value that are needed."""
     from . import triton_kernels
 
+    grads: Gradients = {name: empty_gradient(term) for name, term in needed(terms, needs)}
     grad_query, grad_key, grad_value = (
         g if g is None or g.numel() else None for g in map(grads.get, ("query", "key", "value"))
     )
     grad_output = packed(grad_output, grad_output.dtype)
     if grad_query is not None or grad_key is not None:
         if output is None:  # another backend was to compute this backward pass
-            output = empty(terms.value, terms.value.shape[4])
-            forward(terms, options, output, weights, torch.empty_like(log_sum_exp))
+            output, *_ = forward(terms, options)
         output = packed(output, output.dtype)
     launches = _Launches(terms, options, grad_output, output, grad_query, grad_key, grad_value)
     query, key, value = launches.terms
@@ -145,7 +140,7 @@ def backward(
             triton_kernels.gradients_of_keys, blocks, column, blocks.keys, parts,
             dict(**tensors, grad_key=grad_key, grad_value=grad_value), VALUE_PARTS=value_parts, ADD=not column,
         )  # fmt: skip
-    return {}
+    return grads
 
 
 class _Launches:
@@ -208,4 +203,4 @@ class _Launches:
         )  # fmt: skip
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

@@ -8,8 +8,8 @@ from .kernels import backward, forward
 from .operands import Options, Terms
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     return library.refusal(terms.input.device, "cpu")
 
 
-BACKEND = Backend("cpu", refuses, forward, backward, allocates=True)
+BACKEND = Backend("cpu", cannot, forward, backward)

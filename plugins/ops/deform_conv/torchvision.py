@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import backends, library
+from ..common import library
 from ..common.arguments import at_least_float32
 from ..common.backends import Backend, Gradients
 from ..common.devices import has_kernel
@@ -25,17 +25,21 @@ from .operands import Options, Terms
 NAME = "torchvision"
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why torchvision's kernels do not compute, or None. Those for CPUs serve only if forced."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why torchvision's kernels cannot compute, or None."""
     kind = terms.input.device.type
-    forced = kind == "cpu" and backends.forced() == NAME
-    if kind in ("cpu", "meta") and not forced:
-        return f"it serves GPUs, and the tensors are on {kind}"
+    if kind == "meta":
+        return "it serves GPUs, and the tensors are on meta"
     if reason := _missing(kind):
         return reason
-    if forced and terms.offset.isnan().any():
+    if kind == "cpu" and terms.offset.isnan().any():
         return "offset has a NaN, for which torchvision's kernels for CPUs read beyond their memory"
     return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Leave CPUs to others, on which every call would look for NaN."""
+    return "it serves GPUs, and the tensors are on cpu" if terms.input.device.type == "cpu" else None
 
 
 @cache
@@ -107,4 +111,4 @@ def without_nowhere(grad_offset: Tensor, offset: Tensor) -> Tensor:
     return grad_offset.mul_(offset == offset)
 
 
-BACKEND = Backend(NAME, refuses, forward, backward, library.refuses_determinism, allocates=True)
+BACKEND = Backend(NAME, cannot, forward, backward, library.refuses_determinism, prefers_not)

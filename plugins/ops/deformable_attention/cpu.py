@@ -6,4 +6,4 @@ from ..common import library
 from ..common.backends import Backend
 from .kernels import backward, forward
 
-BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward, allocates=True)
+BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

@@ -13,7 +13,7 @@ from .operands import Options, Terms
 _MOST_LEVELS = 16  # as in cuda_problem.cuh
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     if reason := library.refusal(terms.value.device, "cuda"):
         return reason
     levels = len(options.points)
@@ -24,4 +24,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return kernels.backward(grad_output, terms, options, needs, torch.are_deterministic_algorithms_enabled())
 
 
-BACKEND = Backend("cuda", refuses, kernels.forward, backward, library.refuses_determinism_in_float64, allocates=True)
+BACKEND = Backend("cuda", cannot, kernels.forward, backward, library.refuses_determinism_in_float64)

@@ -85,4 +85,4 @@ def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[st
     return {name: grad.to(getattr(terms, name).dtype).contiguous() for name, grad in grads.items() if grad is not None}
 
 
-BACKEND = Backend("eager", never, forward, backward, allocates=True)
+BACKEND = Backend("eager", never, forward, backward)

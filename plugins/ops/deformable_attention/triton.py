@@ -33,7 +33,7 @@ FORWARD, BACKWARD = Block(1024, 128, 2), Block(256, 128, 1)  # without spills; n
 RDNA_FORWARD = Block(256, 128, 2)  # on AMD's devices with warps of 32 threads; not run
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute, or None."""
     value, locations, weights = terms
     if reason := triton_launch.refusal(value):
@@ -76,40 +76,43 @@ def _programs(terms: Terms, constants: dict[str, Any]) -> int:
     return B * M * -(-terms.weights.shape[1] // constants["QUERIES"])
 
 
-def forward(terms: Terms, options: Options, output: Tensor) -> None:
-    """Write the output (B, Q, M * d)."""
+def forward(terms: Terms, options: Options) -> Tensor:
+    """Return the output (B, Q, M * d)."""
     from . import triton_kernels
 
     block = RDNA_FORWARD if triton_launch.rdna(terms.value) else FORWARD
     launches = list(_launches(terms, options, block))
-    total = output if len(launches) == 1 else torch.empty_like(output, dtype=torch.float32)
+    (B, _, M, d), dtype = terms.value.shape, terms.value.dtype
+    output = terms.value.new_empty(  # the sum of several launches is rounded once
+        B, terms.weights.shape[1], M * d, dtype=dtype if len(launches) == 1 else torch.float32
+    )
     for number, (arguments, constants) in enumerate(launches):
         parts = -(-constants["D"] // constants["BLOCK_D"])
         counts = [count for name, count in arguments.items() if name.startswith("points_") and count is not None]
         launch(
-            triton_kernels.attend, (_programs(terms, constants) * parts,), dict(arguments, output=total), **constants,
+            triton_kernels.attend, (_programs(terms, constants) * parts,), dict(arguments, output=output), **constants,
             PARTS=parts, UNROLL=math.gcd(4, *counts), ADD=number > 0,
         )  # fmt: skip
-    if total is not output:
-        output.copy_(total)
+    return output if len(launches) == 1 else output.to(dtype)
 
 
-def backward(grad_output: Tensor, terms: Terms, options: Options, grads: Gradients) -> Gradients:
-    """Fill the gradients of locations and weights that are not None, and return that of the value."""
+def backward(grad_output: Tensor, terms: Terms, options: Options, needs: dict[str, bool]) -> Gradients:
+    """Return the gradients that are needed."""
     from . import triton_kernels
 
-    of_value = grads["value"]
-    if of_value is not None:
-        if of_value.dtype != torch.float32:
-            of_value = torch.empty_like(of_value, dtype=torch.float32)
-        of_value.zero_()
+    value, locations, weights = terms
+    of_value = value.new_zeros(value.shape, dtype=torch.float32) if needs["value"] else None
+    of_locations = locations.new_empty(locations.shape) if needs["locations"] else None
+    of_weights = weights.new_empty(weights.shape) if needs["weights"] else None
     targets = dict(
-        grad_output=grad_output.contiguous(), grad_value=of_value, grad_locations=grads["locations"],
-        grad_weights=grads["weights"],
-    )  # fmt: skip
+        grad_output=grad_output.contiguous(), grad_value=of_value, grad_locations=of_locations, grad_weights=of_weights
+    )
     for arguments, constants in _launches(terms, options, BACKWARD):
         launch(triton_kernels.gradients, (_programs(terms, constants),), arguments | targets, **constants)
-    return {"value": of_value}
+    of_value = None if of_value is None else of_value.to(value.dtype)
+    return dict(value=of_value, locations=of_locations, weights=of_weights)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward, library.refuses_determinism)
+BACKEND = Backend(
+    triton_launch.NAME, cannot, forward, backward, library.refuses_determinism, prefers_not=triton_launch.prefers_not
+)

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common import library
+from ..common.arguments import arithmetic_dtype
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from .operands import Options, Terms
 
 _VECTOR = 64  # bytes; packed rows are padded to a multiple
@@ -44,53 +47,42 @@ def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1 else tensor * scale
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     query, key, value, *_ = terms
-    dtype, narrow = lse.dtype, _narrow(value.shape[-1], lse.dtype)
-    target = output if output.dtype == dtype else torch.empty_like(output, dtype=dtype)
+    dtype = arithmetic_dtype(value.dtype)
+    output, lse = empty_results(value, *terms.grid(), dtype=dtype)
+    narrow = _narrow(value.shape[-1], dtype)
     torch.ops.attn_plugins.global_attention_forward_(
         None if query is None else query.to(dtype),
         None if key is None else _scaled(_columns(key, dtype), options.scale),
         None if narrow else _rows(value, dtype),
         _columns(value, dtype) if narrow else None,
         *terms.logits(lse.shape, dtype),
-        target,
+        output,
         lse,
         value.shape[2] * value.shape[3],
         value.shape[2],
     )
-    if target is not output:
-        output.copy_(target)
+    return output if value.dtype == dtype else output.to(value.dtype), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     query, key, value, *_ = terms
     dtype = lse.dtype
     B, M, Hk, Wk, dv = value.shape
     keys, d = Hk * Wk, 0 if query is None else query.shape[-1]
     slots = max(1, -(-_TASKS // (B * M)))
-
-    def full(grad: Tensor | None, *shape: int) -> Tensor | None:
-        """Return the tensor that the kernel writes: the gradient itself unless its dtype differs or it broadcasts."""
-        if grad is None or (grad.shape == shape and grad.dtype == dtype):
-            return grad
-        return value.new_empty(shape, dtype=dtype)
-
-    def sums(grad: Tensor | None, *shape: int) -> Tensor | None:
-        return None if grad is None else value.new_zeros((B, M, slots, *shape), dtype=dtype)
-
-    written = dict(
-        query=full(grads["query"], *lse.shape, d),
-        key=sums(grads["key"], d, _padded(keys, dtype)),
-        value=sums(grads["value"], dv, _padded(keys, dtype)),
-        row_logits=full(grads["row_logits"], *lse.shape, Hk),
-        column_logits=full(grads["column_logits"], *lse.shape, Wk),
-        key_logits=sums(grads["key_logits"], keys),
-    )
+    of_keys = dict(key=(d, _padded(keys, dtype)), value=(dv, _padded(keys, dtype)), key_logits=(keys,))
+    grads: Gradients = {
+        name: value.new_zeros((B, M, slots, *of_keys[name]), dtype=dtype)
+        if name in of_keys
+        else target(term, (*lse.shape, *term.shape[4:]), dtype, lambda grad: grad.dtype == dtype)
+        for name, term in needed(terms, needs)
+    }
     torch.ops.attn_plugins.global_attention_backward_(
         grad_output.to(dtype),
         None if query is None else query.to(dtype),
@@ -99,17 +91,17 @@ def backward(
         _columns(value, dtype),
         *terms.logits(lse.shape, dtype),
         lse,
-        *written.values(),
+        *map(grads.get, terms._fields),
         keys,
         Hk,
         slots,
     )
     for name, scale in (("key", options.scale), ("value", 1.0)):  # (B, M, slots, width, keys)
-        if (of_keys := written[name]) is not None:
-            written[name] = _scaled(of_keys.sum(2)[..., :keys].mT, scale).unflatten(2, (Hk, Wk))
-    if (of_logits := written["key_logits"]) is not None:
-        written["key_logits"] = of_logits.sum(2).unflatten(2, (Hk, Wk))
-    return written
+        if (sums := grads.get(name)) is not None:
+            grads[name] = _scaled(sums.sum(2)[..., :keys].mT, scale).unflatten(2, (Hk, Wk))
+    if (sums := grads.get("key_logits")) is not None:
+        grads["key_logits"] = sums.sum(2).unflatten(2, (Hk, Wk))
+    return like_terms(terms, grads)
 
 
 BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients, never
 from ..common.chunks import WORKSPACE, add_chunk, chunks
+from ..common.gradients import like_terms, needed
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -80,38 +82,38 @@ def rows_of(block: Tensor) -> Tensor:
     return block.flatten(2, 3).flatten(0, 1)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the attention's output (B, M, Hq, Wq, dv) and log-sum-exp (B, M, Hq, Wq)."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the attention's output (B, M, Hq, Wq, dv) and log-sum-exp (B, M, Hq, Wq)."""
     problem = Problem(terms, options)
+    output, lse = empty_results(terms.value, *terms.grid())
     workspace = problem.workspace()
     for chunk in problem.chunks:
         b, h, w = chunk
         weights, lse[b, :, h, w] = problem.probabilities(workspace, chunk)
         mixed = torch.bmm(weights, problem.value[b].flatten(0, 1))
         output[b, :, h, w] = problem.grid(mixed, chunk)
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     problem = Problem(terms, options)
-    grad_query = grads["query"]
-    B, M = problem.shape[:2]
-    row_sum, column_sum = (  # the gradients themselves if they have the dtype of the arithmetic
-        g if g is None else g.zero_() if g.dtype == problem.dtype else torch.zeros_like(g, dtype=problem.dtype)
-        for g in (grads["row_logits"], grads["column_logits"])
-    )
+    wanted = dict(needed(terms, needs))
+    grads: Gradients = {}
+    for name, term in wanted.items():
+        if name == "query":  # written chunk by chunk, all others are sums
+            grads[name] = torch.empty_like(term)
+        elif name in ("row_logits", "column_logits"):
+            grads[name] = torch.zeros_like(term, dtype=problem.dtype)
+        else:
+            shape = (*problem.shape[:2], problem.keys, *term.shape[4:])
+            grads[name] = term.new_zeros(shape, dtype=problem.dtype)
+    grad_query, sum_key, sum_value, row_sum, column_sum, key_sums = map(grads.get, terms._fields)
     value = problem.value
-
-    def zeros(grad: Tensor | None, *shape: int) -> Tensor | None:
-        return None if grad is None else value.new_zeros(B, M, *shape)
-
-    sum_value = zeros(grads["value"], problem.keys, value.shape[-1])
-    sum_key = zeros(grads["key"], problem.keys, 0 if problem.key is None else problem.key.shape[-1])
-    key_sums = zeros(grads["key_logits"], problem.keys)
     first = problem.workspace()
-    second = problem.workspace() if any(g is not None for name, g in grads.items() if name != "value") else None
+    second = problem.workspace() if wanted.keys() - {"value"} else None
     for chunk in problem.chunks:
         b, h, w = chunk
         weights, _ = problem.probabilities(first, chunk)
@@ -137,9 +139,10 @@ def backward(
             sum_key[b].flatten(0, 1).baddbmm_(slopes.transpose(1, 2), rows_of(problem.query[b, :, h, w]))
     if sum_key is not None:
         sum_key *= options.scale
-    sums = dict(key=sum_key, value=sum_value, key_logits=key_sums)
-    of_keys = {name: None if t is None else t.unflatten(2, (problem.Hk, problem.Wk)) for name, t in sums.items()}
-    return dict(**of_keys, row_logits=row_sum, column_logits=column_sum)
+    for name in ("key", "value", "key_logits"):
+        if (sums := grads.get(name)) is not None:
+            grads[name] = sums.unflatten(2, (problem.Hk, problem.Wk))
+    return like_terms(terms, grads)
 
 
 BACKEND = Backend("eager", never, forward, backward)

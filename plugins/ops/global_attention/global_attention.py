@@ -2,10 +2,11 @@
 
 The arguments decide which of five ways computes it:
     * plain matrix products, if the weights are the same for all queries or are a product of row and column weights;
-    * Triton kernels (``triton``): on CUDA where there is content and another term;
-    * PyTorch's fused attention, with all terms folded into its dot product (``sdpa``): on CUDA for calls that
-      Triton refuses, up to 256 channels of all folded terms; on CPUs for wide content alone;
+    * PyTorch's fused attention, with all terms folded into its dot product (``sdpa``): on CPUs for wide content alone;
+      on CUDA without content, for content alone in half precision, and where Triton cannot, up to 256 channels of all
+      folded terms;
     * one compiled pass over blocks of queries (``cpu``): on CPUs otherwise;
+    * Triton kernels (``triton``): on CUDA otherwise;
     * plain PyTorch over chunks of queries (``eager``): everything else.
 """
 
@@ -159,6 +160,6 @@ ATTEND = Operator(
     ("output", "log_sum_exp"),
     fake=lambda terms, options: empty_results(terms.value, *terms.grid()),
     reference=lambda terms, options: reference.global_attention(*terms, *options),
-    table=[triton.BACKEND, sdpa.BACKEND, cpu.BACKEND, eager.BACKEND],
+    table=[sdpa.BACKEND, cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     **counts_of_products(_products),
 )

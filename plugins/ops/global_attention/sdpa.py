@@ -21,7 +21,10 @@ import torch
 from torch import Tensor
 
 from ..common import flash
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms
+from . import triton
 from .operands import Options, Terms
 
 WIDEST = 256  # width of q' beyond which the fused kernels take slow paths
@@ -45,12 +48,27 @@ def _padded(size: int) -> int:
     return -(-size // _MULTIPLE) * _MULTIPLE
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why PyTorch's fused attention cannot run, or None.
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why PyTorch's fused attention cannot run, or None."""
+    value = terms.value
+    if value.device.type == "cpu":
+        return None
+    if not value.is_cuda:
+        return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
+    if value.dtype == torch.float64:
+        return "CUDA's fused attention does not support float64"
+    if max(value.shape[:2]) > flash.MOST:
+        return f"CUDA's fused attention takes up to {flash.MOST} images and heads, got shape {tuple(value.shape)}"
+    return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Return the reason why another backend is faster, or None.
 
     On CPUs it takes only wide content without other terms. Up to a width of 32 our kernel is at least as fast (168
     against 185 ms, forward and backward, for 4200 queries and 1050 keys of 9 heads x 28); at 64 PyTorch's is faster,
-    at 256 three times as fast.
+    at 256 three times as fast. On CUDA it leaves to Triton what that can compute, but for position alone, and content
+    alone in half precision.
     """
     query, _, value, *logits = terms
     if value.device.type == "cpu":
@@ -59,17 +77,15 @@ def refuses(terms: Terms, options: Options) -> str | None:
         if any(term is not None for term in logits):
             return "on CPUs it is faster only for content alone"
         return None
-    if not value.is_cuda:
-        return f"it runs on CPUs and CUDA, but the tensors are on {value.device.type}"
-    if value.dtype == torch.float64:
-        return "CUDA's fused attention does not support float64"
-    if max(value.shape[:2]) > flash.MOST:
-        return f"CUDA's fused attention takes up to {flash.MOST} images and heads, got shape {tuple(value.shape)}"
-    folded = max(width(terms), value.shape[-1])
-    return None if folded <= WIDEST else f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
+    if (folded := max(width(terms), value.shape[-1])) > WIDEST:
+        return f"all terms together are {folded} wide, and it is slow beyond {WIDEST}"
+    of_ours = torch.are_deterministic_algorithms_enabled() or not (query is None or is_flash(terms, options))
+    if of_ours and triton.cannot(terms, options) is None:
+        return "Triton's kernels are faster for content with other terms or in float32, and are deterministic"
+    return None
 
 
-def refuses_backward(terms: Terms, options: Options) -> str | None:
+def cannot_backward(terms: Terms, options: Options) -> str | None:
     """Refuse deterministic mode on CUDA: the fused backward adds with atomics, the chunks add in a fixed order."""
     if terms.value.is_cuda and torch.are_deterministic_algorithms_enabled():
         return "CUDA's fused backward is not deterministic"
@@ -146,16 +162,16 @@ def is_flash(terms: Terms, options: Options) -> bool:
     return query is not None and _alone(terms) and flash.refusal(query, terms.value, options.scale) is None
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    grid = terms.grid()
+    output, lse = empty_results(terms.value, *grid)
     if is_flash(terms, options):
         query, key, value = (term.flatten(2, 3) for term in terms[:3] if term is not None)
         rows, total = flash.forward(query, key, value, options.scale)
-        output.copy_(rows.unflatten(2, output.shape[2:4]))
-        lse.copy_(total.view(lse.shape))
-        return
+        return output.copy_(rows.unflatten(2, grid)), lse.copy_(total.view(lse.shape))
     factor, scale = _scales(terms, options.scale)
-    query, key, value = fold(terms, factor, (output.shape[2], output.shape[3]), not terms.value.is_cuda)
+    query, key, value = fold(terms, factor, grid, not terms.value.is_cuda)
     if value.is_cuda:
         folded, total, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             query, key, value, None, True, 0.0, False, scale=scale
@@ -167,16 +183,20 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
     total = total[..., : query.shape[2]].view(lse.shape)
     masked = total < _lowest(value.dtype) * _unit(value.dtype) / 2
     lse.copy_(torch.where(masked, float("inf"), total))
-    folded = folded[..., : output.shape[-1]].unflatten(2, output.shape[2:4])
-    output.copy_(folded.masked_fill(masked.unsqueeze(-1), 0))
+    folded = folded[..., : output.shape[-1]].unflatten(2, grid)
+    return output.copy_(folded.masked_fill(masked.unsqueeze(-1), 0)), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Return the gradients, also those that are not needed."""
-    if is_flash(terms, options):
-        return _flash_backward(grad_output, terms, options, output, lse)
+    """Return the gradients that are needed, of all that the fused kernels compute."""
+    compute = _flash_backward if is_flash(terms, options) else _folded_backward
+    grads = compute(grad_output, terms, options, output, lse)
+    return like_terms(terms, {name: grad for name, grad in grads.items() if needs[name]})
+
+
+def _folded_backward(grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor) -> Gradients:
     grid = (output.shape[2], output.shape[3])
     factor, scale = _scales(terms, options.scale)
     query, key, value = fold(terms, factor, grid, not terms.value.is_cuda)
@@ -238,4 +258,4 @@ def _unfold(
     return grads
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward)
+BACKEND = Backend("sdpa", cannot, forward, backward, cannot_backward, prefers_not)

@@ -13,11 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from ..common.strides import has_rows, with_rows
 from ..common.triton_launch import launch, power_of_two
-from . import sdpa
 from .operands import Options, Terms
 
 WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory
@@ -87,8 +88,8 @@ _LOGITS = (
 )
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why these kernels do not compute, or None."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why these kernels cannot compute, or None."""
     query, _, value, *_ = terms
     if reason := triton_launch.refusal(value):
         return reason
@@ -100,9 +101,6 @@ def refuses(terms: Terms, options: Options) -> str | None:
     Hq, Wq = terms.grid()
     if max(B * M * Hq * Wq, B * M * Hk * Wk) > triton_launch.LONGEST_GRID:
         return "there are 2**31 queries or keys, more than it counts"
-    chosen = backends.forced() is None and not torch.are_deterministic_algorithms_enabled()
-    if chosen and (query is None or sdpa.is_flash(terms, options)) and sdpa.refuses(terms, options) is None:
-        return "PyTorch's fused attention is faster without content, and for content alone in half precision"
     return None
 
 
@@ -243,33 +241,30 @@ def _long(strides: dict[str, tuple[int, int, int, int]], shape: _Shape) -> bool:
     return any(rows * h + columns * w + widest >= 2**31 for _, _, h, w in strides.values())
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     shape = _shape(terms)
-    written = with_rows(output)
-    sums = lse.contiguous()
-    _launch("forward", shape, options.scale, **_tensors(terms, shape), output=written, lse=sums.flatten(2))
-    for result, buffer in ((output, written), (lse, sums)):
-        if buffer is not result:
-            result.copy_(buffer)
+    output, lse = empty_results(terms.value, shape.Hq, shape.Wq)
+    _launch("forward", shape, options.scale, **_tensors(terms, shape), output=output, lse=lse.flatten(2))
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     shape = _shape(terms)
-    B, M, Hq, Wq, Hk, Wk, D, DV = shape
+    B, M, Hq, Wq, Hk, Wk, *_ = shape
     wide = Wk > _block("query_gradients", shape, output).keys
-    written = dict(
-        query=_target(grads["query"], (B, M, Hq, Wq, D)),
-        key=_target(grads["key"], (B, M, Hk, Wk, D)),
-        value=_target(grads["value"], (B, M, Hk, Wk, DV)),
-        row_logits=_target(grads["row_logits"], (B, M, Hq, Wq, Hk), added=wide),
-        column_logits=_target(grads["column_logits"], (B, M, Hq, Wq, Wk)),
-        key_logits=_target(grads["key_logits"], (B, M, Hk, Wk)),
+    grads: Gradients = {}
+    for name, term in needed(terms, needs):
+        axes = (Hk, Wk) if name in _OF_KEYS else (Hq, Wq)
+        added = wide and name == "row_logits"  # the kernel adds to what it has written: half numbers are too coarse
+        fits = has_rows if not added else lambda grad: has_rows(grad) and grad.dtype == torch.float32
+        grads[name] = target(term, (B, M, *axes, *term.shape[4:]), torch.float32, fits)
+    query, key, value, row, column, key_logits = (
+        grad if grad is None or grad.numel() else None for grad in map(grads.get, terms._fields)
     )
-    query, key, value, row, column, key_logits = written.values()
     sums = lse.flatten(2).contiguous()
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(sums)
     norms = dict(lse=sums, delta=torch.empty_like(sums), inverse=inverse)
@@ -282,23 +277,7 @@ def backward(
     for lines, grad in ((Hk, row), (Wk, column)):
         if lines == 1 and grad is not None:  # a logit that all keys share has the gradient 0
             grad.zero_()
-    return written
+    return like_terms(terms, grads)
 
 
-def _target(grad: Tensor | None, shape: tuple[int, ...], added: bool = False) -> Tensor | None:
-    """Return the tensor that a kernel writes to: the gradient itself, or one of the full shape.
-
-    Args:
-        grad: None where it is not wanted.
-        shape: With no axis broadcast.
-        added: True where the kernel adds to what it has written, for which half numbers are too coarse.
-    """
-    if grad is None or grad.numel() == 0:
-        return None
-    full = tuple(grad.shape) == shape
-    if full and has_rows(grad) and not (added and grad.dtype.itemsize < 4):
-        return grad
-    return grad.new_empty(shape, dtype=grad.dtype if full and not added else torch.float32)
-
-
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

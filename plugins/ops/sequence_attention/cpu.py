@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from ..common import library
+from ..common.arguments import arithmetic_dtype
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed
 from .operands import Options, Terms
 
 _CONTENT, _LOGITS = Terms._fields[:3], Terms._fields[3:]
@@ -35,14 +38,14 @@ def _shares(B: int, M: int, T: int) -> tuple[int, int]:
     return slots, max(1, min(B, -(-_TASKS // max(1, M * slots))))
 
 
-def _stored(value: Tensor, lse: Tensor) -> torch.dtype:
+def _stored(dtype: torch.dtype, T: int) -> torch.dtype:
     """Return the dtype of the kernels' operands; the kernel for few queries reads unpacked keys, only in float32."""
-    return value.dtype if value.dtype == torch.bfloat16 and lse.shape[2] > _FEW else lse.dtype
+    return dtype if dtype == torch.bfloat16 and T > _FEW else arithmetic_dtype(dtype)
 
 
 def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
     B, M, T = lse.shape
-    stored = _stored(terms.value, lse)
+    stored = _stored(terms.value.dtype, T)
     query, key, value, *logits = [t if t is None or t.dtype == stored else t.to(stored) for t in terms]
     whole = (B, M, T)
     expanded = [t if t is None or t.shape[:3] == whole else t.expand(*whole, *t.shape[3:]) for t in logits]
@@ -51,73 +54,69 @@ def _inputs(terms: Terms, options: Options, lse: Tensor) -> list[Tensor | None]:
     return [*slotted, *[None if t is None else t.contiguous() for t in masks]]
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
-    stored = _stored(terms.value, lse)
-    target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+    T, dtype = terms.queries(), terms.value.dtype
+    stored = _stored(dtype, T)
+    output, lse = empty_results(terms.value, T, dtype=stored)
     torch.ops.attn_plugins.sequence_attention_forward_(
         *_inputs(terms, options, lse),
-        target.unsqueeze(2),
+        output.unsqueeze(2),
         lse.unsqueeze(2),
         options.start,
         options.causal,
         options.scale,
         _slots(*lse.shape),
     )
-    if target is not output:
-        output.copy_(target)
+    return output if stored == dtype else output.to(dtype), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     B, M, T = lse.shape
-    dtype, stored = lse.dtype, _stored(terms.value, lse)
+    dtype, stored = lse.dtype, _stored(terms.value.dtype, T)
+    wanted = dict(needed(terms, needs))
     slots, groups = _slots(B, M, T), B
-    if B > 1 and any(g is not None and g.shape[0] == 1 for name, g in grads.items() if name in _LOGITS):
+    if B > 1 and any(term.shape[0] == 1 for name, term in wanted.items() if name in _LOGITS):
         slots, groups = _shares(B, M, T)
 
-    def per_slot(grad: Tensor | None) -> Tensor | None:
-        """Return the tensor for sums over a slot's queries, (B, M, slots, S, width)."""
-        if grad is None:
-            return None
-        if slots == 1 and grad.dtype == stored:
-            return grad.unsqueeze(2)
-        return grad.new_empty((B, M, slots, *grad.shape[2:]), dtype=dtype)
+    def query(term: Tensor) -> Tensor:
+        return torch.empty_like(term, dtype=stored)
 
-    def logits(grad: Tensor | None) -> Tensor | None:
-        """Return the tensor that the kernel adds to, (B or groups, M, slots or 1, T or 1, ...)."""
-        if grad is None:
-            return None
-        if grad.shape[:3] == (B, M, T) and grad.dtype == stored and grad.stride(-1) == 1:
-            return grad.zero_().unsqueeze(2)
-        shared = grad.shape[2] == 1 and T > 1
-        batch = groups if grad.shape[0] == 1 else B
-        return grad.new_zeros((batch, M, slots if shared else 1, *grad.shape[2:]), dtype=dtype)
+    def per_slot(term: Tensor) -> Tensor:
+        """Return the tensor for sums over a slot's queries, (B, M, slots, S, width), or without slots for one."""
+        if slots == 1 and term.dtype == stored:
+            return torch.empty_like(term)
+        return term.new_empty((B, M, slots, *term.shape[2:]), dtype=dtype)
 
-    query = grads["query"]
-    if query is not None:
-        query = (query if query.dtype == stored else torch.empty_like(query, dtype=stored)).unsqueeze(2)
-    written = [query, *(per_slot(grads[name]) for name in _CONTENT[1:])]
-    written += [logits(grads[name]) for name in _LOGITS]
+    def logits(term: Tensor) -> Tensor:
+        """Return the tensor that the kernel adds to, (B or groups, M, slots or 1, T or 1, ...), or without slots."""
+        if term.shape[:3] == lse.shape and term.dtype == stored:
+            grad = torch.zeros_like(term)
+            if grad.stride(-1) == 1:
+                return grad
+        shared = term.shape[2] == 1 and T > 1
+        batch = groups if term.shape[0] == 1 else B
+        return term.new_zeros((batch, M, slots if shared else 1, *term.shape[2:]), dtype=dtype)
+
+    makers = dict(query=query, key=per_slot, value=per_slot, **dict.fromkeys(_LOGITS, logits))
+    sums = {name: makers[name](term) for name, term in wanted.items()}
+    slotted = {name: t if t.dim() > wanted[name].dim() else t.unsqueeze(2) for name, t in sums.items()}
     torch.ops.attn_plugins.sequence_attention_backward_(
         grad_output.to(stored).unsqueeze(2),
         *_inputs(terms, options, lse),
         lse.unsqueeze(2),
-        *written[:3],
-        *(None if t is None else t.expand(-1, -1, slots, T, *t.shape[4:]) for t in written[3:]),
+        *map(slotted.get, _CONTENT),
+        *(None if t is None else t.expand(-1, -1, slots, T, *t.shape[4:]) for t in map(slotted.get, _LOGITS)),
         options.start,
         options.causal,
         options.scale,
         slots,
         groups,
     )
-    summed: Gradients = {}
-    for (name, grad), sums in zip(grads.items(), written):
-        if grad is not None and sums is not None and sums.data_ptr() != grad.data_ptr():
-            summed[name] = sums.sum(2)
-    return summed
+    return like_terms(terms, {name: t if t.dim() == wanted[name].dim() else t.sum(2) for name, t in sums.items()})
 
 
 BACKEND = Backend("cpu", library.refuses_other_devices, forward, backward)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ..common.arguments import arithmetic_dtype
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients, never
 from ..common.chunks import WORKSPACE, add_chunk, chunks
+from ..common.gradients import like_terms, needed
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -120,9 +122,10 @@ class Problem:
         return band.masked_fill_((key < 0) | (key >= keys), 0)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     problem = Problem(terms, options)
+    output, lse = empty_results(terms.value, problem.T)
     workspace = problem.workspace()
     for chunk in problem.chunks:
         b, t = chunk
@@ -134,19 +137,18 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
         weights = problem.logits(workspace, chunk)
         lse[b, :, t] = softmax_(weights).unflatten(0, (-1, problem.M))
         output[b, :, t] = torch.bmm(weights, problem.value[b, :, :keys].flatten(0, 1)).unflatten(0, (-1, problem.M))
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     problem = Problem(terms, options)
-    sums = {
-        n: None if g is None else torch.zeros(g.shape, dtype=problem.dtype, device=g.device) for n, g in grads.items()
-    }
-    sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = sums.values()
+    sums = {name: term.new_zeros(term.shape, dtype=problem.dtype) for name, term in needed(terms, needs)}
+    sum_query, sum_key, sum_value, sum_band, sum_outside, sum_position = map(sums.get, terms._fields)
     first = problem.workspace()
-    second = problem.workspace() if any(g is not None for name, g in grads.items() if name != "value") else None
+    second = problem.workspace() if sums.keys() - {"value"} else None
     for chunk in problem.chunks:
         b, t = chunk
         keys = problem.keys(t)
@@ -179,7 +181,7 @@ def backward(
                 add_chunk(sum_outside, index, band.sum(-1).neg_())
     if sum_key is not None:
         sum_key *= options.scale
-    return sums
+    return like_terms(terms, dict(sums))
 
 
 BACKEND = Backend("eager", never, forward, backward)

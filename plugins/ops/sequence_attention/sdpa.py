@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import backends, flash, library
+from ..common import flash, library
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms
 from .operands import Options, Terms
 
 # Keys below which our CPU kernels are faster: 2.0 against 3.1 ms forward for Swin's windows of 49, and backward 15
@@ -30,24 +31,34 @@ def multiplies_tiles() -> bool:
     return bool(supported is not None and supported())
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Return the reason why SDPA does not compute this on the device of the terms, or None."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA cannot compute this on the device of the terms, or None."""
     value = terms.value
     if value.is_cuda:
-        return _refuses_cuda(terms, options)
+        return _cannot_on_cuda(terms, options)
     if value.device.type != "cpu" or value.dtype != torch.bfloat16:
         return "it supports only bfloat16 on CPUs"
     if not multiplies_tiles():
         return "this CPU has no AMX for bfloat16"
-    return _refuses_terms(terms, options) or _few_keys(value, SHORT)
+    return _cannot_take(terms, options)
 
 
-def refuses_backward(terms: Terms, options: Options) -> str | None:
-    """Return the reason why SDPA does not compute the gradients, or None."""
+def cannot_backward(terms: Terms, options: Options) -> str | None:
+    """Return the reason why SDPA cannot compute the gradients, or None."""
     if terms.value.is_cuda:
         return library.refuses_determinism(terms, options)
     if terms.position_logits is not None:
         return "its backward gives no gradients of position logits"
+    return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Leave few keys on CPUs to our kernels."""
+    return _few_keys(terms.value, SHORT)
+
+
+def prefers_not_backward(terms: Terms, options: Options) -> str | None:
+    """Leave the gradients of more of them to our kernels."""
     return _few_keys(terms.value, SHORT_BACKWARD)
 
 
@@ -61,13 +72,14 @@ def backward(
 ) -> Gradients:
     """Return the gradients of query, key and value that are needed."""
     compute = _backward_cuda if terms.value.is_cuda else _backward_cpu
-    return _needed(compute(grad_output, terms, options, output, lse), terms, needs)
+    grads = zip(terms._fields, compute(grad_output, terms, options, output, lse))
+    return like_terms(terms, {name: grad for name, grad in grads if needs[name]})
 
 
-BACKEND = Backend("sdpa", refuses, forward, backward, refuses_backward, allocates=True)
+BACKEND = Backend("sdpa", cannot, forward, backward, cannot_backward, prefers_not, prefers_not_backward)
 
 
-def _refuses_terms(terms: Terms, options: Options) -> str | None:
+def _cannot_take(terms: Terms, options: Options) -> str | None:
     query, _, value, band, *_ = terms
     if query is None or band is not None:
         return "it supports content and position logits only"
@@ -88,25 +100,13 @@ def _rows(*tensors: Tensor | None) -> list[Any]:
     return [t if t is None or t.stride(-1) == 1 else t.contiguous() for t in tensors]
 
 
-def _needed(grads: Sequence[Tensor], terms: Terms, needs: dict[str, bool]) -> Gradients:
-    """Return the gradients that are needed, stored as tracing assumes."""
-    named = zip(terms._fields, grads, terms)
-    return {name: _stored_like(grad, term) for name, grad, term in named if needs[name] and term is not None}
-
-
-def _stored_like(grad: Tensor, term: Tensor) -> Tensor:
-    """Return ``grad`` with the strides that tracing assumes, those of a tensor like ``term``."""
-    like = torch.empty_like(term, device="meta")
-    return grad if grad.stride() == like.stride() else torch.empty_like(term).copy_(grad)
-
-
 # --- CPUs with AMX --------------------------------------------------------------------------------------------------
 
 
 def _few_keys(value: Tensor, limit: int) -> str | None:
-    S = value.shape[2]
-    few = limit > S and backends.forced() is None
-    return f"below {limit} keys our kernels are faster, and there are {S}" if few else None
+    if value.device.type != "cpu" or (S := value.shape[2]) >= limit:
+        return None
+    return f"below {limit} keys our kernels are faster, and there are {S}"
 
 
 def _forward_cpu(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
@@ -136,8 +136,8 @@ def _backward_cpu(
 # --- flash attention on CUDA ----------------------------------------------------------------------------------------
 
 
-def _refuses_cuda(terms: Terms, options: Options) -> str | None:
-    if reason := _refuses_terms(terms, options):
+def _cannot_on_cuda(terms: Terms, options: Options) -> str | None:
+    if reason := _cannot_take(terms, options):
         return reason
     if terms.position_logits is not None:
         return "it supports content only"

@@ -235,9 +235,10 @@ def _check_segments(segment_ids: Tensor, terms: Terms, start: int) -> None:
 
 def _needs_output(terms: Terms, options: Options) -> bool:
     """Return whether the backward reads the output, for its product with the gradient; our CPU kernels recompute it."""
-    if terms.value.device.type != "cpu" or forced() == triton_launch.NAME:
+    name = forced()
+    if terms.value.device.type != "cpu" or name == triton_launch.NAME:
         return True
-    return not (sdpa.refuses(terms, options) or sdpa.refuses_backward(terms, options))
+    return sdpa.BACKEND.refusal(terms, options, backward=True, forced=name == sdpa.BACKEND.name) is None
 
 
 def _products(terms: Any, options: Options) -> tuple[int, int]:

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import backends, triton_launch
+from ..common import triton_launch
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from ..common.strides import strides
 from ..common.triton_launch import launch, power_of_two
 from .eager import band_reach
@@ -68,7 +70,8 @@ FEW_PROGRAMS, MANY_KEYS = 16, 2**15
 LONGEST = 2**23  # positions, taps, and numbers between rows: offsets within a tile stay below 2**31
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels cannot compute, or None."""
     value, T = terms.value, terms.queries()
     if reason := triton_launch.refusal(value):
         return reason
@@ -83,8 +86,16 @@ def refuses(terms: Terms, options: Options) -> str | None:
     programs = value.shape[0] * value.shape[1] * -(-longest // 16)
     if programs > triton_launch.LONGEST_GRID:
         return f"a grid has up to {triton_launch.LONGEST_GRID} programs, and these are up to {programs}"
-    busy = value.shape[0] * value.shape[1] * -(-T // SHORT)
-    if backends.forced() is None and busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
+    return None
+
+
+def prefers_not(terms: Terms, options: Options) -> str | None:
+    """Leave few queries of many keys to products with all keys at once."""
+    value = terms.value
+    if reason := triton_launch.prefers_not(terms, options):
+        return reason
+    busy = value.shape[0] * value.shape[1] * -(-terms.queries() // SHORT)
+    if busy <= FEW_PROGRAMS and value.shape[2] >= MANY_KEYS:
         return f"only {busy} programs would go through {value.shape[2]} keys, which does not pay"
     return None
 
@@ -199,11 +210,12 @@ def _line(matrices: Sequence[Tensor | None], S: int) -> int:
     return 1 if S % line or any(n % line for matrix in given for n in strides(matrix, 3)) else line
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, T, dv) and the log-sum-exp (B, M, T), +inf where all keys are masked."""
     from . import triton_kernels as kernels
 
     call = Call(terms, options)
+    output, lse = empty_results(terms.value, call.T)
     tile = call.tiles[0]
     if call.T <= SHORT < tile.queries:
         tile = tile._replace(queries=tile.queries // 2, warps=tile.warps // 2)
@@ -211,33 +223,34 @@ def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None
         tile = tile._replace(keys=min(tile.keys, SHORT // 2))
     programs = call.B * call.M * -(-call.T // tile.queries)
     call.run(kernels.attend, programs, tile, dict(output=output, lse=lse), BLOCK_BAND=_band_block(tile.keys))
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor | None, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     from . import triton_kernels as kernels
     from . import triton_shared
 
     call = Call(terms, options)
     B, M, T, S = call.B, call.M, call.T, call.S
     grad_output, lse = _with_rows(grad_output), lse.contiguous()
+    windows, position_logits = _are_windows(call, terms), terms.position_logits
+    summed = position_logits is not None and (windows or position_logits.shape[:3] != (B, M, T))
+    grads: Gradients = {}
+    for name, term in needed(terms, needs):
+        if name in _VECTORS:
+            grads[name] = target(term, term.shape, term.dtype, _has_rows)
+        elif not (summed and name == "position_logits"):
+            grads[name] = target(term, (B, M, T, *term.shape[3:]), torch.float32, _has_rows)
+    query, key, value, band, outside, position = map(grads.get, terms._fields)
     if call.d == 0:
-        grads = grads | dict(query=None, key=None)
-    shape = (B, M, T)
-    shared = grads["position_logits"]
-    shared = None if shared is None or shared.shape[:3] == shape else shared
-    targets = {
-        name: None if g is None or g is shared else _target(g, (*shape, *g.shape[3:]) if "logits" in name else g.shape)
-        for name, g in grads.items()
-    }
-    query, key, value, band, outside, position = targets.values()
-    if _are_windows(call, terms):
-        position = grads["position_logits"]
+        query = key = None
+    if windows:
         share = -(-B * M // WINDOW_PROGRAMS)
         parts = -(-B // max(share, 1))
-        sums = None if position is None else position.new_empty((parts, M, T, S), dtype=torch.float32)
+        sums = lse.new_empty((parts, M, T, S)) if needs["position_logits"] else None
         block = power_of_two(max(T, S))
         tile = Tile(block, block, 8, 2 if triton_launch.hopper(terms.value) else 1)  # those that do not spill
         call.run(
@@ -245,10 +258,9 @@ def backward(
             dict(grad_output=grad_output, sums=sums, grad_query=query, grad_key=key, grad_value=value),
             dict(share=share, entries=B),
         )  # fmt: skip
-        return targets | dict(position_logits=None if sums is None else sums.sum(0, keepdim=True))
+        return like_terms(terms, grads | dict(position_logits=None if sums is None else sums.sum(0, keepdim=True)))
     if output is None:  # another backend was to compute this backward pass
-        output = grad_output.new_empty(grad_output.shape)
-        forward(terms, options, output, torch.empty_like(lse))
+        output, _ = forward(terms, options)
     inverse = None if output.dtype.itemsize == 2 else torch.empty_like(lse)
     tensors = dict(grad_output=grad_output, lse=lse, delta=torch.empty_like(lse), inverse=inverse)
     if band is not None:  # at the ends of a sequence, bands have taps without keys
@@ -271,9 +283,10 @@ def backward(
         call.run(
             kernels.differentiate_keys, programs, tile, tensors | targets_of_keys, BLOCK_BAND=_band_block(tile.queries)
         )
-    if shared is not None:
-        targets["position_logits"] = _sum_position(triton_shared.differentiate_position, call, tensors, shared.shape)
-    return targets
+    if summed and needs["position_logits"]:
+        kernel = triton_shared.differentiate_position
+        grads["position_logits"] = _sum_position(kernel, call, tensors, position_logits.shape)  # type: ignore[union-attr]
+    return like_terms(terms, grads)
 
 
 def _are_windows(call: Call, terms: Terms) -> bool:
@@ -286,13 +299,6 @@ def _are_windows(call: Call, terms: Terms) -> bool:
         and call.K == 0
         and (position is None or position.shape[0] == 1)
     )
-
-
-def _target(grad: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return the tensor that a kernel writes a gradient to: ``grad`` itself, or one of the full shape."""
-    if grad.shape != shape:
-        return grad.new_empty(shape, dtype=torch.float32)
-    return grad if _has_rows(grad) else torch.empty(shape, dtype=grad.dtype, device=grad.device)
 
 
 def _sum_position(kernel: Any, call: Call, tensors: dict[str, Tensor | None], shape: Sequence[int]) -> Tensor:
@@ -312,4 +318,4 @@ def _sum_position(kernel: Any, call: Call, tensors: dict[str, Tensor | None], sh
     return sums.sum(0)
 
 
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=prefers_not)

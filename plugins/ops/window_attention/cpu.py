@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from ..common import library
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from .operands import Options, Terms
 
 _REACH = 1 << 14  # keys that the windows of a row may cover beyond eight times its length
 
 
-def _stored(value: Tensor, computed: torch.dtype) -> torch.dtype:
+def _stored(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the kernels' operands."""
-    return value.dtype if value.dtype == torch.bfloat16 else computed
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
@@ -28,8 +30,8 @@ def _operands(terms: Terms, dtype: torch.dtype) -> list[Tensor | None]:
     return [query, key, value, position_logits]
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
-    """Refuse windows far larger than the map: packed rows are as long as their windows reach."""
+def cannot(terms: Terms, options: Options) -> str | None:
+    """Return the reason why the kernels do not compute: packed rows are as long as their windows reach."""
     if reason := library.refusal(terms.value.device, "cpu"):
         return reason
     leader = terms.position_logits if terms.query is None else terms.query
@@ -41,37 +43,31 @@ def refuses(terms: Terms, options: Options) -> str | None:
     return None
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    stored = _stored(terms.value, lse.dtype)
-    target = output if output.dtype == stored else torch.empty_like(output, dtype=stored)
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    dtype = terms.value.dtype
+    stored = _stored(dtype)
+    output, lse = empty_results(terms.value, *terms.grid(), dtype=stored)
     torch.ops.attn_plugins.window_attention_forward_(
-        *_operands(terms, stored), target, lse, options.numbers(), options.border, options.scale
+        *_operands(terms, stored), output, lse, options.numbers(), options.border, options.scale
     )
-    if target is not output:
-        output.copy_(target)
+    return output if stored == dtype else output.to(dtype), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
-    value = terms.value
-    stored = _stored(value, lse.dtype)
-
-    def full(grad: Tensor | None) -> Tensor | None:
-        """Return the tensor that the kernel writes: the gradient itself unless its dtype differs or it broadcasts."""
-        if grad is None:
-            return None
-        shape = (*value.shape[:2], *grad.shape[2:])
-        return grad if grad.shape == shape and grad.dtype == stored else value.new_empty(shape, dtype=lse.dtype)
-
-    written = {name: full(grad) for name, grad in grads.items()}
-    geometry = (options.numbers(), options.border, options.scale)
+    """Return the gradients that are needed."""
+    stored = _stored(terms.value.dtype)
+    grads: Gradients = {
+        name: target(term, (*lse.shape[:2], *term.shape[2:]), lse.dtype, lambda grad: grad.dtype == stored)
+        for name, term in needed(terms, needs)
+    }
     torch.ops.attn_plugins.window_attention_backward_(
-        grad_output.to(stored), *_operands(terms, stored), lse, *written.values(), *geometry
-    )
-    return written
+        grad_output.to(stored), *_operands(terms, stored), lse, *map(grads.get, terms._fields),
+        options.numbers(), options.border, options.scale,
+    )  # fmt: skip
+    return like_terms(terms, grads)
 
 
-BACKEND = Backend("cpu", refuses, forward, backward)
+BACKEND = Backend("cpu", cannot, forward, backward)

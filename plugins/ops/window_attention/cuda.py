@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..common import library
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from ..common.strides import has_rows, with_rows
 from .operands import Options, Terms
 
@@ -27,7 +29,7 @@ def backward_kernels(*arguments: Any) -> None:
     torch.ops.attn_plugins.window_attention_gather_backward_(*arguments)
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels cannot compute these terms, or None."""
     query, _, value, _ = terms
     if value.dtype == torch.float64:
@@ -45,31 +47,28 @@ def _operands(terms: Terms) -> list[Tensor | None]:
     return [with_rows(query), with_rows(key), with_rows(value), position_logits]
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    output, lse = empty_results(terms.value, *terms.grid())
     forward_kernels(*_operands(terms), output, lse, options.numbers(), options.border, options.scale)
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
-    value = terms[2]
-
-    def full(grad: Tensor | None, any_strides: bool) -> Tensor | None:
-        """Return the tensor that the kernel writes: the gradient unless it broadcasts or its channels are strided."""
-        if grad is None:
-            return None
-        shape = (*value.shape[:2], *grad.shape[2:])
-        fits = grad.shape == shape and (any_strides or has_rows(grad))
-        return grad if fits else grad.new_empty(shape)
-
-    written = {name: full(grad, any_strides=name == "position_logits") for name, grad in grads.items()}
+    """Return the gradients that are needed."""
+    grads: Gradients = {
+        name: target(
+            term, (*lse.shape[:2], *term.shape[2:]), term.dtype, None if name == "position_logits" else has_rows
+        )
+        for name, term in needed(terms, needs)
+    }
     backward_kernels(
-        with_rows(grad_output), *_operands(terms), with_rows(output), lse.contiguous(), *written.values(),
-        options.numbers(), options.border, options.scale,
+        with_rows(grad_output), *_operands(terms), with_rows(output), lse.contiguous(),
+        *map(grads.get, terms._fields), options.numbers(), options.border, options.scale,
     )  # fmt: skip
-    return written
+    return like_terms(terms, grads)
 
 
-BACKEND = Backend("cuda", refuses, forward, backward)
+BACKEND = Backend("cuda", cannot, forward, backward)

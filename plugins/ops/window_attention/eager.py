@@ -13,7 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..common.arguments import arithmetic_dtype
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients, never
+from ..common.gradients import like_terms, needed
 from ..common.softmax import softmax_
 from .operands import Options, Terms
 
@@ -96,21 +99,21 @@ def _logits(terms: Terms, options: Options, shape: Sequence[int], dtype: torch.d
     return logits
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
-    value = terms[2]
-    weights = _logits(terms, options, lse.shape, lse.dtype)
-    lse.copy_(softmax_(weights))
-    total = torch.zeros_like(output, dtype=lse.dtype)
-    for t, queries, keys in taps(lse.shape[2:], value.shape[2:4], options):
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+    value, dtype, grid = terms.value, arithmetic_dtype(terms.value.dtype), terms.grid()
+    weights = _logits(terms, options, (*value.shape[:2], *grid), dtype)
+    lse = softmax_(weights)
+    total = empty_results(value, *grid, dtype=dtype)[0].zero_()
+    for t, queries, keys in taps(grid, value.shape[2:4], options):
         total[queries] += weights[queries][..., t, None] * at(value, keys)
-    output.copy_(total)
+    return total.to(value.dtype), lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     query, key, value, _ = terms
     dtype, grid, size = lse.dtype, lse.shape[2:], value.shape[2:4]
     weights = _logits(terms, options, lse.shape, dtype)
@@ -120,9 +123,10 @@ def backward(
     for t, queries, keys in taps(grid, size, options):
         slopes[queries][..., t] = (gradient[queries] * at(value, keys)).sum(-1)
     slopes = weights * (slopes - (weights * slopes).sum(-1, keepdim=True))
-    sums = {name: None if grad is None else torch.zeros_like(grad, dtype=dtype) for name, grad in grads.items()}
-    sums["position_logits"] = slopes
-    grad_query, grad_key, grad_value, _ = sums.values()
+    sums = {name: torch.zeros_like(term, dtype=dtype) for name, term in needed(terms, needs)}
+    grad_query, grad_key, grad_value = map(sums.get, ("query", "key", "value"))
+    if needs["position_logits"]:
+        sums["position_logits"] = slopes
     for t, queries, keys in taps(grid, size, options):
         if grad_value is not None:
             add(grad_value, keys, weights[queries][..., t, None] * gradient[queries])
@@ -131,7 +135,7 @@ def backward(
             grad_query[queries] += slope * at(key, keys)
         if grad_key is not None and query is not None:
             add(grad_key, keys, slope * query[queries])
-    return sums
+    return like_terms(terms, dict(sums))
 
 
 BACKEND = Backend("eager", never, forward, backward)

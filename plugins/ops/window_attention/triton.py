@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ..common import triton_launch
+from ..common.attention import empty_results
 from ..common.backends import Backend, Gradients
+from ..common.gradients import like_terms, needed, target
 from ..common.strides import has_rows, strides, with_rows
 from ..common.triton_launch import launch, power_of_two
 from .operands import Options, Terms
@@ -21,7 +23,7 @@ WIDEST = 512
 _SIZE, _WARPS = 2048, 4  # numbers in a block of queries or keys; not timed
 
 
-def refuses(terms: Terms, options: Options) -> str | None:
+def cannot(terms: Terms, options: Options) -> str | None:
     """Return the reason why the kernels do not compute, or None."""
     query, _, value, _ = terms
     if reason := triton_launch.refusal(value):
@@ -84,30 +86,33 @@ class _Call:
         launch(kernel, grid, self.arguments | tensors, **self.constants)
 
 
-def forward(terms: Terms, options: Options, output: Tensor, lse: Tensor) -> None:
-    """Write the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
+def forward(terms: Terms, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, M, Hq, Wq, dv) and the log-sum-exp (B, M, Hq, Wq), +inf where all keys are masked."""
     from . import triton_kernels as kernels
 
     Hq, Wq = terms.grid()
+    output, lse = empty_results(terms.value, Hq, Wq)
     _Call(terms, options, output=output).launch(kernels.attend, Hq * Wq, lse=lse)
+    return output, lse
 
 
 def backward(
-    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, grads: Gradients
+    grad_output: Tensor, terms: Terms, options: Options, output: Tensor, lse: Tensor, needs: dict[str, bool]
 ) -> Gradients:
-    """Fill or return the gradients that are not None."""
+    """Return the gradients that are needed."""
     from . import triton_kernels as kernels
 
-    (B, M, Hk, Wk, _), (Hq, Wq) = terms.value.shape, terms.grid()
-    written: Gradients = {name: _target(grad) for name, grad in grads.items() if name != "position_logits"}
-    query, key, value = (
-        grad if grad is None or grad.numel() else None for grad in map(written.get, ("query", "key", "value"))
+    B, M, Hq, Wq = lse.shape
+    Hk, Wk = terms.value.shape[2:4]
+    grads: Gradients = {}
+    for name, term in needed(terms, needs):
+        if name == "position_logits":
+            grads[name] = target(term, (B, M, *term.shape[2:]), torch.float32, Tensor.is_contiguous)
+        else:
+            grads[name] = target(term, term.shape, term.dtype, has_rows)
+    query, key, value, position = (
+        grad if grad is None or grad.numel() else None for grad in map(grads.get, terms._fields)
     )
-    position = grads["position_logits"]
-    if position is not None:
-        full = (B, M, *position.shape[2:])
-        if position.shape != full or not position.is_contiguous():
-            position = position.new_empty(full, dtype=torch.float32)
     call = _Call(terms, options, grad_output=grad_output, grad_query=query, grad_key=key, grad_value=value)
     lse = lse.contiguous()
     sums = dict(lse=lse, delta=torch.empty_like(lse))
@@ -115,12 +120,7 @@ def backward(
         call.launch(kernels.gradients_of_queries, Hq * Wq, **sums, grad_position_logits=position)
     if key is not None or value is not None:
         call.launch(kernels.gradients_of_keys, Hk * Wk, **sums)
-    return {**written, "position_logits": position}
+    return like_terms(terms, grads)
 
 
-def _target(grad: Tensor | None) -> Tensor | None:
-    """Return the gradient, or an uninitialised one with contiguous channels."""
-    return grad if grad is None or has_rows(grad) else grad.new_empty(grad.shape)
-
-
-BACKEND = Backend(triton_launch.NAME, refuses, forward, backward)
+BACKEND = Backend(triton_launch.NAME, cannot, forward, backward, prefers_not=triton_launch.prefers_not)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from attn_plugins.ops import backend, criss_cross_attention, explain
 from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
+from attn_plugins.ops.criss_cross_attention.criss_cross_attention import _recomputes
 from attn_plugins.ops.criss_cross_attention.operands import Options, Terms
 from tests.helpers.triton_checks import DEVICE, needs_triton, randn
 from tests.ops.contract_examples import Example
@@ -72,11 +73,11 @@ def test_explained():
     arguments = terms()
     with backend("triton"):
         assert explain(criss_cross_attention, *arguments).serves == "triton"
-    choice = explain(criss_cross_attention, *arguments)
     if DEVICE == "cpu":
-        assert choice.serves == "cpu"
-        assert "are on cpu" in choice.refusals["triton"]
-    assert explain(criss_cross_attention, *terms(dtype=torch.float32)).refusals["triton"] == TAKES
+        assert explain(criss_cross_attention, *arguments).serves == "cpu"
+    on_meta = [t.to("meta") for t in arguments[:3]]
+    assert "are on meta" in explain(criss_cross_attention, *on_meta).refusals["triton"]
+    assert explain(criss_cross_attention, *[t.float() for t in on_meta]).refusals["triton"] == TAKES
 
 
 def test_refusals():
@@ -85,34 +86,33 @@ def test_refusals():
     for refused in (terms((1, 1), dtype=torch.float32), position):
         with backend("triton"), pytest.raises(ValueError, match=TAKES):
             criss_cross_attention(*refused)
-    with backend("triton"):
-        kept = triton_criss_cross.refuses(arguments, RECOMPUTE._replace(recompute=False))
-        assert kept == "the weights are to be kept"
-        for d in (0, 257):
-            refused = triton_criss_cross.refuses(terms((1, 1), d=d), RECOMPUTE)
-            assert refused == f"its kernels take widths of query and key from 1 to 256, got {d}"
-        refused = triton_criss_cross.refuses(Terms(many, many, many, None), RECOMPUTE)
-        assert refused == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
+    kept = triton_criss_cross.cannot(arguments, RECOMPUTE._replace(recompute=False))
+    assert kept == "the weights are to be kept"
+    for d in (0, 257):
+        refused = triton_criss_cross.cannot(terms((1, 1), d=d), RECOMPUTE)
+        assert refused == f"its kernels take widths of query and key from 1 to 256, got {d}"
+    refused = triton_criss_cross.cannot(Terms(many, many, many, None), RECOMPUTE)
+    assert refused == "its kernels might need 2147483648 programs, and a grid has at most 2147483647"
 
 
-def test_wanted_for_content_alone_in_half_precision_or_where_asked_for(monkeypatch):
+def test_log_sum_exps_are_kept_for_content_alone_in_half_precision_or_where_asked_for(monkeypatch):
     def on_device(dtype: torch.dtype, position: object = None) -> Terms:
         fields = dict(is_cuda=True, dtype=dtype, device=torch.device("cuda:0"))
         return Terms(None, None, type("OnDevice", (), fields), position)
 
     monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: None)
 
-    assert triton_criss_cross.wanted(terms((2, 3))) == (DEVICE == "cuda")
+    assert _recomputes(terms((2, 3))) == (DEVICE == "cuda")
     with backend("triton"):
-        assert triton_criss_cross.wanted(terms((2, 3)))
-    assert triton_criss_cross.wanted(on_device(torch.float16))
-    assert triton_criss_cross.wanted(on_device(torch.bfloat16))
+        assert _recomputes(terms((2, 3)))
+    assert _recomputes(on_device(torch.float16))
+    assert _recomputes(on_device(torch.bfloat16))
     for other in (on_device(torch.float32), on_device(torch.float64), on_device(torch.float16, position=object())):
-        assert not triton_criss_cross.wanted(other)
+        assert not _recomputes(other)
     with backend("eager"):
-        assert not triton_criss_cross.wanted(on_device(torch.float16))
+        assert not _recomputes(on_device(torch.float16))
     monkeypatch.setattr(triton_launch, "_refusal", lambda kind, index: "Triton is not installed")
-    assert not triton_criss_cross.wanted(on_device(torch.float16))
+    assert not _recomputes(on_device(torch.float16))
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")

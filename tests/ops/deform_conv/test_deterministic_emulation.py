@@ -234,8 +234,8 @@ def test_float64_is_refused(emulated):
 def test_the_mode_refuses_float64_alone(monkeypatch):
     problem = Problem()
     terms = Terms(problem.input, problem.offset, problem.weight, None, problem.mask)
-    assert cuda.BACKEND.refuses_backward(terms, None) is None
+    assert cuda.BACKEND.cannot_backward(terms, None) is None
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert cuda.BACKEND.refuses_backward(terms, None) == "its backward is not deterministic in float64"
+    assert cuda.BACKEND.cannot_backward(terms, None) == "its backward is not deterministic in float64"
     terms = Terms(*(None if t is None else t.float() for t in terms))
-    assert cuda.BACKEND.refuses_backward(terms, None) is None
+    assert cuda.BACKEND.cannot_backward(terms, None) is None

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attn_plugins.ops import backend, deform_conv1d
+from attn_plugins.ops.common.backends import never
 from attn_plugins.ops.deform_conv import torchvision as by_torchvision
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 from attn_plugins.ops.deform_conv.operands import Options, Terms
@@ -25,7 +26,7 @@ NAN = math.nan
 @pytest.fixture
 def serving(monkeypatch):
     """Let torchvision serve everywhere, as on a device without our binary, without an instruction to do so."""
-    monkeypatch.setattr(CONVOLVE, "table", [by_torchvision.BACKEND._replace(refuses=lambda terms, options: None)])
+    monkeypatch.setattr(CONVOLVE, "table", [by_torchvision.BACKEND._replace(cannot=never, prefers_not=None)])
 
 
 def test_half_positions_are_exact_on_wide_maps():
@@ -121,13 +122,11 @@ def test_the_order_of_the_table():
 
 
 def test_refusals(monkeypatch):
-    choice = by_torchvision.refuses(Terms(**drawn("wide").tensors), None)
-    assert choice == "it serves GPUs, and the tensors are on cpu"
-    terms = Terms(**drawn("wide", device=DEVICE).tensors)
-    with backend("torchvision"):
-        assert by_torchvision.refuses(terms, None) is None
-        with deterministic_mode():
-            assert by_torchvision.BACKEND.refuses_backward(terms, None) == "its backward is not deterministic"
+    terms = Terms(**drawn("wide").tensors)
+    assert by_torchvision.cannot(terms, None) is None
+    assert by_torchvision.prefers_not(terms, None) == "it serves GPUs, and the tensors are on cpu"
+    with deterministic_mode():
+        assert by_torchvision.BACKEND.cannot_backward(terms, None) == "its backward is not deterministic"
     assert by_torchvision._missing("xpu") == "this torchvision has no deform_conv2d for xpu"
 
 

@@ -140,5 +140,5 @@ def test_float64_is_refused(emulated):
 def test_the_mode_refuses_float64_alone(monkeypatch):
     terms, options, _ = exact_problem()
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert cuda.BACKEND.refuses_backward(terms, options) == "its backward is not deterministic in float64"
-    assert cuda.BACKEND.refuses_backward(Terms(*in_dtype(terms, torch.float32)), options) is None
+    assert cuda.BACKEND.cannot_backward(terms, options) == "its backward is not deterministic in float64"
+    assert cuda.BACKEND.cannot_backward(Terms(*in_dtype(terms, torch.float32)), options) is None

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 
-from attn_plugins.ops import backend
 from attn_plugins.ops.deformable_attention import triton as triton_deformable
 from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
@@ -56,18 +55,14 @@ def test_points_that_differ_by_level():
 def test_refusals():
     assert [row.name for row in ATTEND.table] == ["cpu", "cuda", "triton", "eager"]
     terms, options = Terms(*drawn(d=4).tensors.values()), Options([3, 4, 1, 2], [2, 2])
-    refuses = triton_deformable.BACKEND.refuses
-    if DEVICE == "cpu":
-        assert (
-            refuses(terms, options) == "its kernels are for GPUs of NVIDIA, AMD and Intel, and the tensors are on cpu"
-        )
-    with backend("triton"):
-        assert refuses(terms, options) is None
-        for name in Terms._fields:
-            exact = terms._replace(**{name: getattr(terms, name).double()})
-            assert refuses(exact, options) == "its kernels take no float64"
-        many = terms.value[:, :1].expand(1, 2**28, 2, 4)
-        words = "an image or a grid has 2147483648 numbers, and its kernels count to 2147483647"
-        assert refuses(terms._replace(value=many), options) == words
-        with deterministic_mode():
-            assert triton_deformable.BACKEND.refuses_backward(terms, options) == "its backward is not deterministic"
+    cannot = triton_deformable.BACKEND.cannot
+    assert cannot(terms, options) is None
+    assert cannot(Terms(*(t.to("meta") for t in terms)), options).endswith("and the tensors are on meta")
+    for name in Terms._fields:
+        exact = terms._replace(**{name: getattr(terms, name).double()})
+        assert cannot(exact, options) == "its kernels take no float64"
+    many = terms.value[:, :1].expand(1, 2**28, 2, 4)
+    words = "an image or a grid has 2147483648 numbers, and its kernels count to 2147483647"
+    assert cannot(terms._replace(value=many), options) == words
+    with deterministic_mode():
+        assert triton_deformable.BACKEND.cannot_backward(terms, options) == "its backward is not deterministic"

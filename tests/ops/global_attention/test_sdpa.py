@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_plugins.ops import backend, explain, global_attention
 from attn_plugins.ops.common import flash
-from attn_plugins.ops.common.gradients import fill
 from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
@@ -27,7 +26,7 @@ without_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only
 @pytest.fixture
 def folded(monkeypatch):
     """Let folding serve on CPUs, whatever the terms and their widths."""
-    monkeypatch.setattr(ATTEND, "table", [folding.BACKEND._replace(refuses=lambda terms, options: None)])
+    monkeypatch.setattr(ATTEND, "table", [folding.BACKEND._replace(prefers_not=None)])
 
 
 @pytest.mark.parametrize("scale", [0.7, -0.7, 40**-0.5, 0.0])
@@ -74,18 +73,25 @@ def test_folding_of_heads_innermost_in_memory(innermost):
     assert_close(actual, expected, 1e-12)
 
 
+def check_results_as_promised(terms: Terms) -> None:
+    """Check shapes, dtypes and strides of results and gradients, which compiled graphs count on."""
+    results, promised = folding.forward(terms, SCALE), ATTEND.fake(terms, SCALE)
+    grads = folding.backward(
+        torch.empty_like(results[0]), terms, SCALE, *results, {n: t is not None for n, t in terms._asdict().items()}
+    )
+    given = {name: term for name, term in terms._asdict().items() if term is not None}
+    assert grads.keys() == given.keys()
+    for tensor, like in zip((*results, *map(grads.get, given)), (*promised, *map(torch.empty_like, given.values()))):
+        assert (tensor.shape, tensor.dtype, tensor.stride()) == (like.shape, like.dtype, like.stride())
+
+
 @without_cuda
 def test_folding_calls_what_cuda_offers():
     """Check names, arguments and shapes of the CUDA calls on tensors without data, which needs no GPU."""
     with FakeTensorMode():
         tensors = drawn(dtype=HALF, lone=BROADCAST).tensors
         terms = Terms(**{n: torch.empty(t.shape, device="cuda", dtype=HALF) for n, t in tensors.items()})
-        output, lse = torch.empty(2, 3, 3, 4, 6, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
-        grads = {name: torch.empty_like(t) for name, t in zip(terms._fields, terms)}
-        folding.forward(terms, SCALE, output, lse)
-        returned = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, grads)
-        assert returned.keys() == grads.keys()
-        fill(grads, returned)
+        check_results_as_promised(terms)
 
 
 @without_cuda
@@ -94,8 +100,8 @@ def test_more_images_than_a_grid_has_are_refused():
     with FakeTensorMode():
         many = torch.empty(65536, 1, 2, 2, 8, device="cuda")
         terms = Terms(None, None, many, many[..., :2], None, None)
-        assert "up to 65535 images and heads" in folding.refuses(terms, SCALE)
-        assert folding.refuses(Terms(*(None if t is None else t[1:] for t in terms)), SCALE) is None
+        assert "up to 65535 images and heads" in folding.cannot(terms, SCALE)
+        assert folding.cannot(Terms(*(None if t is None else t[1:] for t in terms)), SCALE) is None
 
 
 @without_cuda
@@ -120,10 +126,7 @@ def test_flash_attention_takes_what_cuda_offers_of_content_alone(cudnn, layout, 
         assert folding.is_flash(terms, SCALE)
         assert not folding.is_flash(terms._replace(value=terms.value[..., :6]), SCALE)
         assert not folding.is_flash(Terms(*(None if t is None else t.float() for t in terms)), SCALE)
-        output, lse = torch.empty(2, 3, 3, 4, 8, device="cuda").half(), torch.empty(2, 3, 3, 4, device="cuda")
-        folding.forward(terms, SCALE, output, lse)
-        grads = folding.backward(torch.empty_like(output), terms, SCALE, output, lse, {})
-        assert [grad.shape for grad in grads.values()] == [t.shape for t in terms if t is not None]
+        check_results_as_promised(terms)
 
 
 @pytest.mark.cuda

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from attn_plugins.ops import backend, explain, global_attention
+from attn_plugins.ops import explain, global_attention
+from attn_plugins.ops.common.backends import survey
 from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
@@ -17,6 +21,7 @@ from tests.ops.global_attention.operands import ALL, COMBINATIONS, FULL
 from tests.ops.test_contract_backends import BRAIN, HALF, SINGLE, check
 
 pytestmark = needs_triton
+without_cuda = pytest.mark.skipif(torch.version.cuda is None, reason="a CPU-only torch")
 OPTIONS = Options(0.7)
 SMALL = dict(B=1, M=2, grid=(3, 5), keys=(4, 6), d=8, dv=12, lone=FULL)
 
@@ -77,30 +82,40 @@ def test_offsets_of_64_bits(monkeypatch):
 
 def test_refusals():
     terms = terms_of(drawn())
-    if DEVICE == "cpu":
-        kwargs = dict(zip(Terms._fields[3:], terms[3:]))
-        assert explain(global_attention, *terms[:3], **kwargs).refusals["triton"].startswith("its kernels are for GPUs")
-    with backend("triton"):
-        for dtype, widest in ((SINGLE, 128), (HALF, 256)):
-            message = f"queries are 300 and values 12 wide, and {widest} is the widest that its kernels hold"
-            assert triton_global.refuses(terms_of(drawn(d=300, dtype=dtype)), OPTIONS) == message
-        assert "float64" in triton_global.refuses(terms_of(drawn(dtype=torch.float64)), OPTIONS)
-        assert triton_global.refuses(terms, OPTIONS) is None
+    on_meta = [t.to("meta") for t in terms]
+    choice = explain(global_attention, *on_meta[:3], **dict(zip(Terms._fields[3:], on_meta[3:])))
+    assert choice.refusals["triton"].startswith("its kernels are for GPUs")
+    for dtype, widest in ((SINGLE, 128), (HALF, 256)):
+        message = f"queries are 300 and values 12 wide, and {widest} is the widest that its kernels hold"
+        assert triton_global.cannot(terms_of(drawn(d=300, dtype=dtype)), OPTIONS) == message
+    assert "float64" in triton_global.cannot(terms_of(drawn(dtype=torch.float64)), OPTIONS)
+    assert triton_global.cannot(terms, OPTIONS) is None
 
 
+@without_cuda
 def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
-    assert [row.name for row in ATTEND.table][:2] == ["triton", "sdpa"]
+    """Content alone in half precision, and position alone, unless sums are to have one order."""
+    assert [row.name for row in ATTEND.table] == ["sdpa", "cpu", "triton", "eager"]
     monkeypatch.setattr(triton_global.triton_launch, "refusal", lambda tensor: None)
-    monkeypatch.setattr(folding, "refuses", lambda terms, options: None)
-    given = terms_of(drawn())
-    assert triton_global.refuses(given, OPTIONS) is None
+    monkeypatch.setattr(folding, "is_flash", lambda terms, options: False)
+    with FakeTensorMode():
+        given = Terms(*(torch.empty(t.shape, device="cuda") for t in terms_of(drawn())))
     without = given._replace(query=None, key=None)
-    words = "PyTorch's fused attention is faster without content"
-    assert triton_global.refuses(without, OPTIONS).startswith(words)
-    with backend("triton"):
-        assert triton_global.refuses(without, OPTIONS) is None
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert triton_global.refuses(without, OPTIONS) is None
+    serves = {}
+    for terms, deterministic, flash in itertools.product((given, without), (False, True), (False, True)):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda of=deterministic: of)
+        monkeypatch.setattr(folding, "is_flash", lambda *_, of=flash: of)
+        chosen = survey(ATTEND.table, terms, OPTIONS)
+        serves[terms is given, deterministic, flash] = chosen.serves
+        if chosen.serves == "triton":
+            assert chosen.preferences["sdpa"].startswith("Triton's kernels are faster for content with other terms")
+    assert {key for key, name in serves.items() if name == "sdpa"} == {
+        (True, False, True), (False, False, False), (False, False, True)
+    }  # fmt: skip
+    assert {*serves.values()} == {"sdpa", "triton"}
+    assert folding.BACKEND.refusal(given, OPTIONS, forced=True) is None
+    monkeypatch.setattr(triton_global.triton_launch, "refusal", lambda tensor: "there is no Triton")
+    assert survey(ATTEND.table, given, OPTIONS).serves == "sdpa"
 
 
 @pytest.mark.parametrize("dtype, numbers", [(SINGLE, 4), (HALF, 8)])

@@ -123,14 +123,16 @@ def test_few_keys_and_other_cpus(monkeypatch):
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: False)
     assert explain(sequence_attention, *few).refusals["sdpa"] == "this CPU has no AMX for bfloat16"
     monkeypatch.setattr(sdpa_sequence, "multiplies_tiles", lambda: True)
-    refused = explain(sequence_attention, *few).refusals["sdpa"]
-    assert refused == "below 64 keys our kernels are faster, and there are 6"
+    preferred = explain(sequence_attention, *few).preferences["sdpa"]
+    assert preferred == "below 64 keys our kernels are faster, and there are 6"
     assert explain(sequence_attention, *many).serves == "sdpa"
     terms = Terms(*many, None, None, None)
-    reason = sdpa_sequence.refuses_backward(terms, OPTIONS)
+    assert sdpa_sequence.cannot_backward(terms, OPTIONS) is None
+    reason = sdpa_sequence.BACKEND.refusal(terms, OPTIONS, backward=True)
     assert reason == "below 1024 keys our kernels are faster, and there are 64"
+    assert sdpa_sequence.BACKEND.refusal(Terms(*few, None, None, None), OPTIONS, backward=True, forced=True) is None
     position = terms._replace(position_logits=torch.zeros(1, 1, 64, 64))
-    assert "no gradients of position logits" in sdpa_sequence.refuses_backward(position, OPTIONS)
+    assert "no gradients of position logits" in sdpa_sequence.cannot_backward(position, OPTIONS)
 
 
 @without_cuda
@@ -159,7 +161,7 @@ def test_flash_attention_takes_content_alone(layout, monkeypatch):
         assert explain(sequence_attention, query[..., :6], key[..., :6], value[..., :6]).serves != "sdpa"
         assert explain(sequence_attention, query.float(), key.float(), value.float()).serves != "sdpa"
         terms = Terms(query, key, value, None, None, None)
-        assert sdpa_sequence.refuses_backward(terms, OPTIONS) is None
+        assert sdpa_sequence.cannot_backward(terms, OPTIONS) is None
         output, lse = sdpa_sequence.forward(terms, OPTIONS)
         expected = ATTEND.fake(terms, OPTIONS)
         for result, right in zip((output, lse), expected):

@@ -142,16 +142,17 @@ def test_what_it_refuses_in_words():
 
 
 def test_leaves_few_queries_of_many_keys_to_products(monkeypatch):
-    """Not where it is asked for, nor where batch and heads fill a device."""
+    """Not where batch and heads fill a device."""
     monkeypatch.setattr(triton_launch, "refusal", lambda tensor: None)
+    monkeypatch.setattr(triton_launch, "prefers_not", lambda terms, options: None)
 
     def reason(B: int, M: int, T: int, S: int) -> str | None:
         value = torch.empty(B, M, S, 64, dtype=BRAIN, device="meta")
         terms = Terms(value[:, :, :T], value, value, None, None, value.new_empty(1, M, T, S))
-        return triton_sequence.refuses(terms, Options(None, 0, False, 0.4))
+        options = Options(None, 0, False, 0.4)
+        assert triton_sequence.cannot(terms, options) is None
+        return triton_sequence.prefers_not(terms, options)
 
     assert reason(1, 8, 65, 40000) == "only 16 programs would go through 40000 keys, which does not pay"
     assert reason(1, 9, 65, 40000) is None
     assert reason(1, 8, 65, 2000) is None
-    with backend("triton"):
-        assert reason(1, 1, 1, 40000) is None

@@ -228,7 +228,7 @@ def test_what_the_kernels_serve(emulated_windows):
     options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 0.3)
     wide, logits = torch.zeros(1, 1, 1, 2, 513), torch.zeros(1, 1, 1, 2, 9)
     for value, words in ((wide.double(), "float64"), (wide, "heads of up to 512 channels"), (logits, "on cpu")):
-        assert words in cuda.refuses(Terms(None, None, value, logits), options)
+        assert words in cuda.cannot(Terms(None, None, value, logits), options)
     output, lse = torch.empty_like(wide), torch.empty(1, 1, 1, 2)
     with pytest.raises(RuntimeError, match="up to 512 channels"):
         emulated_windows.forward_(None, None, wide, logits, output, lse, options.numbers(), options.border, 0.3)
