@@ -19,7 +19,7 @@ export VENV
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-cpu test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-cpu test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel kernels docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -100,6 +100,9 @@ wheel: env  ## dist/: a source distribution and a manylinux wheel, checked (CUDA
 
 test-wheel: env  ## dist's wheel in empty environments without a compiler (INSTALL_ENVIRONMENTS; downloads torch for each)
 	INSTALL_FIRST=1 $(PY) -m pytest -m install -s $(PYTEST) tests/packaging/test_installation.py -k test_package
+
+kernels: env  ## build/kernels: deformable attention as a repository for Hugging Face's kernels
+	$(PY) -m tools.kernel_repository
 
 docs: env  ## build the site in build/site, strictly, and look at it in a browser
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import deformable_attention
 from ..ops.common.arguments import FLOATS, autocast_dtype
 from ..ops.common.gradients import traced
-from ..ops.deformable_attention.deformable_attention import policy_of_grid_sample
+from ..ops.deformable_attention.deformable_attention import deformable_attention, policy_of_grid_sample
 
 Stock = Callable[..., Tensor]
 

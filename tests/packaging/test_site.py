@@ -119,6 +119,15 @@ def test_every_page_is_in_the_navigation():
     assert set(listed) - generated == written
 
 
+def test_every_page_has_a_title_and_a_description_for_search_engines():
+    about = yaml.safe_load((ROOT / "tools/site/pages.yaml").read_text())
+    assert sorted(about) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES)
+    for page, texts in about.items():
+        assert 30 <= len(texts["title"]) <= 95, page
+        assert 60 <= len(texts["description"]) <= 160, page
+    assert len({texts["title"] for texts in about.values()}) == len(about)
+
+
 def test_docstrings_become_markdown():
     from tools.site.docstrings import markdown
 

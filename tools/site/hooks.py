@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +24,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     **{f"plugins/{name}/__init__.py": f"reference/{name}.md" for name in reference.TITLES},
 }
+_ABOUT: dict[str, dict[str, str]] = yaml.safe_load((ROOT / "tools/site/pages.yaml").read_text())
 _PICTURE = re.compile(r"(!\[[^]]*\]\()\.\./((?:\.\./)*benchmarks/)")  # of benchmarks/, which the site has within docs/
 _LINK = re.compile(r"(?<!!)\[([^]]*)\]\((?!https?:|#|mailto:)([^)\s]+)\)")
 
@@ -73,6 +75,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"[{match[1]}]({there}{mark}{anchor})"
 
     return _LINK.sub(link, markdown)
+
+
+def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
+    """Set what search engines show of a page; the navigation keeps its heading."""
+    if page.file.src_uri in _ABOUT:
+        page.title = page.title  # fixed, since mkdocs otherwise takes it from the next line
+        page.meta |= _ABOUT[page.file.src_uri]
+    return context
 
 
 def _outside(text: str, folder: str) -> str:
