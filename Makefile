@@ -6,7 +6,7 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 BIN := $(VENV)/bin
 CXX_SOURCES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*.cuh)
-PYTHON_SOURCES := plugins tools tests setup.py $(wildcard configs benchmarks)
+PYTHON_SOURCES := plugins tools tests docs/notebooks setup.py $(wildcard configs benchmarks)
 PYTEST ?= -q --durations=10
 # A file's tests stay in one process, for what they share. One thread a process: more only wait for each other.
 WORKERS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
@@ -19,7 +19,7 @@ export VENV
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-cpu test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel kernels docs benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
+.PHONY: help env env-peers demo demo-quick test test-all fuzz sanitize test-cpu test-install test-abi lint format types build cuda aarch64 test-aarch64 wheel test-wheel kernels docs notebooks benchmark benchmark-end-to-end benchmark-table gpu-check test-upstream doctor clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "  make %-21s %s\n", $$1, $$2}'
@@ -107,6 +107,9 @@ kernels: env  ## build/kernels: deformable attention as a repository for Hugging
 docs: env  ## build the site in build/site, strictly, and look at it in a browser
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q
 	$(PY) -m pytest -m site $(PYTEST) tests/tools/test_built_site.py
+
+notebooks: env  ## run docs/notebooks and write their outputs into them (two minutes on 2 cores)
+	$(PY) -m tools.notebooks
 
 benchmark: env-peers  ## our operators beside their peers, to benchmarks/, README and the site (25 minutes on 2 quiet cores)
 	$(PY) -m tools.bench

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
@@ -67,6 +69,37 @@ def test_files_list_the_dependencies_of_what_is_installed_alone(toolkit):
             continue
         needed = {canonicalize_name(r.name) for r in stated if not r.marker or r.marker.evaluate({"extra": ""})}
         assert needed - listed - LEFT_OUT <= {"torch", "onedl-mmengine", "mmengine"}, line.name
+
+
+def extra(name: str) -> list[str]:
+    """Return the lines of an extra of pyproject.toml, which Python 3.10 cannot parse."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    section = text.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return re.findall(r'"([^"]+)"', re.search(rf"^{name} = \[(.*)\]$", section, re.M)[1])
+
+
+def needed_by(names: set[str]) -> set[str]:
+    """Return these distributions and what they need, directly or by installed ones."""
+    found, new = set(), set(names)
+    while new:
+        found |= new
+        stated: list[str] = []
+        for name in new:
+            try:
+                stated += requires(name) or []
+            except PackageNotFoundError:
+                continue
+        wanted = (Requirement(text) for text in stated)
+        new = {canonicalize_name(r.name) for r in wanted if not r.marker or r.marker.evaluate({"extra": ""})} - found
+    return found
+
+
+@pytest.mark.parametrize("toolkit", [name for name in TOOLKITS if name != "openmmlab"])
+def test_extras_name_the_lines_of_the_toolkits(toolkit):
+    """pip finds the other lines by itself. OpenMMLab's packages need a setuptools that pip would not choose."""
+    texts, lines = extra(toolkit), packages.lines_of(toolkit)
+    assert {line.text for line in lines if line.alone} <= {*texts} <= {line.text for line in lines}
+    assert {line.name for line in lines} <= needed_by({canonicalize_name(Requirement(text).name) for text in texts})
 
 
 def test_every_toolkit_ends_with_known_checks():

@@ -249,6 +249,21 @@ def test_mm(environment, toolkit):
 
 
 @pytest.mark.skipif(FIRST, reason="not among the first ten minutes")
+@pytest.mark.parametrize("extra", ["mm", "timm", "transformers", "fairseq"])
+def test_extras_resolve(environment, extra):
+    """pip finds versions of all packages of an extra that fit each other and the installed torch."""
+    if extra in OLDEST_FOR:
+        environment.need(extra)
+    torch = environment.versions().split(" | ")[1]
+    (environment.work / "kept.txt").write_text(f"torch=={torch}\n")
+    text = environment.bash(
+        f"ATTN_PLUGINS_BUILD=none pip install --dry-run -c kept.txt '{environment.clone}[{extra}]'",
+        record=f"`pip install --dry-run '.[{extra}]'`",
+    )
+    assert "Would install" in text
+
+
+@pytest.mark.skipif(FIRST, reason="not among the first ten minutes")
 def test_an_mmcv_that_does_not_run(environment):
     """Its extension, compiled for another torch, is removed, and the stand-in serves."""
     environment.need("mm")

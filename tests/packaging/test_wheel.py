@@ -37,12 +37,65 @@ def wheel(tmp_path_factory) -> Path:
     return file
 
 
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def install(wheel: Path, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", folder, wheel]
     subprocess.run(command, check=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    return install(wheel, tmp_path_factory.mktemp("site"))
+
+
+@pytest.fixture(scope="module")
+def pure(tmp_path_factory) -> Path:
+    """Build a wheel without a binary, from a copy of the sources."""
+    pytest.importorskip("wheel")
+    folder = tmp_path_factory.mktemp("pure")
+    for name in ("plugins", "build_backend"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    subprocess.run(
+        [sys.executable, *"-m pip wheel -q --no-build-isolation --no-deps -w dist .".split()],
+        cwd=folder,
+        env={**os.environ, "ATTN_PLUGINS_BUILD": "none"},
+        check=True,
+        timeout=1800,
+    )
+    (file,) = (folder / "dist").glob("*.whl")
+    return file
+
+
+def test_a_wheel_without_a_binary_is_for_every_platform(pure):
+    assert pure.name.endswith("-py3-none-any.whl")
+    archive = zipfile.ZipFile(pure)
+    names = archive.namelist()
+    assert {"attn_plugins/py.typed", "attn_plugins_autoload.py"} <= {*names}
+    assert not [name for name in names if name.endswith((".so", ".pyd", ".cpp", ".cu"))]
+    (facts,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/WHEEL"))
+    assert "Root-Is-Purelib: true" in facts
+
+
+@pytest.mark.slow
+def test_a_wheel_without_a_binary_computes_every_operator(pure, python, tmp_path):
+    site = install(pure, tmp_path / "site")
+    code = f"""
+import sys
+import attn_plugins
+assert attn_plugins.__file__.startswith({str(site)!r})
+sys.path.insert(0, {str(ROOT)!r})
+from attn_plugins.install import checks
+checks.CHECKS.clear()  # of toolkits
+from tools import check_wheel
+assert check_wheel.main(["cpu"]) == 1
+sys.exit(check_wheel.main(["none"]))
+"""
+    result = python(code, PYTHONPATH=str(site))
+    assert "deform_conv2d runs" in result.stdout
+    assert "eager serves" in result.stdout
+    assert "all is well" in result.stdout
 
 
 @pytest.mark.slow

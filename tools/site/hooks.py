@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages from docstrings, from ``--help``, and from ``benchmarks/``."""
+"""Hooks of mkdocs: pages from docstrings, from ``--help``, from ``benchmarks/`` and from notebooks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools.site import commands, reference  # noqa: E402
+from tools.site import commands, notebooks, reference  # noqa: E402
 from tools.view.page import page_of  # noqa: E402
 
 # Files of the repository that are pages of the site under another name.
@@ -39,7 +39,7 @@ def on_pre_build(config: Any) -> None:
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    pages = {f"reference/{name}.md": text for name, text in reference.pages().items()}
+    pages: dict[str, str | bytes] = {f"reference/{name}.md": text for name, text in reference.pages().items()}
     pages["reference/commands.md"] = commands.page()
     for page in sorted((ROOT / "benchmarks").glob("*.md")):
         pages[f"benchmarks/{page.name}"] = _outside(page.read_text().replace("](../docs/", "](../"), "benchmarks/")
@@ -49,8 +49,11 @@ def on_files(files: Files, config: Any) -> Files:
         pages[PAGES[name]] = _outside((ROOT / name).read_text(), "")
     kept = json.loads((ROOT / "docs/attention.json").read_text())  # from one call of tools.view
     pages["attention/index.html"] = page_of(**kept)
-    for name, text in pages.items():
-        files.append(File.generated(config, name, content=text))
+    for notebook in sorted((ROOT / "docs/notebooks").glob("*.ipynb")):
+        pages[f"notebooks/{notebook.stem}.md"], pictures = notebooks.page(notebook)
+        pages |= {f"notebooks/{name}": content for name, content in pictures.items()}
+    for name, content in pages.items():
+        files.append(File.generated(config, name, content=content))
     return files
 
 
@@ -65,6 +68,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def link(match: re.Match[str]) -> str:
         target, mark, anchor = match[2].partition("#")
         path = (source.parent / target).resolve()
+        if path.suffix == ".ipynb":
+            return f"[{match[1]}]({target.removesuffix('.ipynb')}.md{mark}{anchor})"
         if not path.is_relative_to(ROOT) or path.is_relative_to(ROOT / "docs"):
             return match[0]
         name = path.relative_to(ROOT).as_posix()
