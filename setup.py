@@ -10,7 +10,7 @@ Environment variables:
                          ``none``: pure Python, PyTorch implementations of every operator.
     ATTN_PLUGINS_CPU     ``avx512`` (default), ``avx2`` or ``sse2``: the widest instructions that CPU kernels use where
                          the machine has them (``tools/test_cpu.sh``).
-    ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behaviour sanitizers (``tools/sanitize.sh``).
+    ATTN_PLUGINS_SANITIZE ``1``: compile with gcc's address and undefined-behavior sanitizers (``tools/sanitize.sh``).
     TORCH_CUDA_ARCH_LIST CUDA targets, default ``8.0;9.0+PTX``: later GPUs compile the PTX when they first run it.
     CUDA_HOME            where nvcc's toolkit lies, if it is not on the PATH.
 """
@@ -65,7 +65,14 @@ def flags(sanitized: bool) -> tuple[list[str], list[str]]:
         return [*cxx, "/clang:-fno-math-errno", "/clang:-fno-trapping-math"], []
     # The link below strips symbols; debug information, which Python's own flags ask for, takes a fifth of the time.
     optimized = [*SANITIZERS, "-O1"] if sanitized else ["-O3", "-g0"]
-    cxx = [*optimized, "-std=c++20", "-fno-math-errno", "-fno-trapping-math", "-Wall", *(f"-D{define}" for define in defines)]
+    cxx = [
+        *optimized,
+        "-std=c++20",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-Wall",
+        *(f"-D{define}" for define in defines),
+    ]
     # A debug-free library is a tenth of the size; the kernels keep no symbols that a user could need.
     link = [] if sys.platform == "darwin" else ["-Wl,--strip-all"]
     return cxx, SANITIZERS if sanitized else link

@@ -45,7 +45,7 @@ def created(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
         torch.manual_seed(0)
         model = timm.create_model(name, **options)
         for key, parameter in model.named_parameters():
-            if "norm" in key and key.endswith("weight"):  # 0 at initialisation in Swin V2's blocks
+            if "norm" in key and key.endswith("weight"):  # 0 at initialization in Swin V2's blocks
                 nn.init.ones_(parameter)
         return model.eval()
 

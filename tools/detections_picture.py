@@ -83,7 +83,7 @@ def draw(
 
 
 def summary(judged: Sequence[Judged], threshold: float) -> str:
-    """Return one line that counts the objects found and explains the colours."""
+    """Return one line that counts the objects found and explains the colors."""
     pairs = [pair for marks in judged for pair in marks.pairs]
     hits = sum(name is not None for _, name in pairs)
     right = sum(one.name == name for one, name in pairs)
@@ -176,17 +176,17 @@ def _annotate(panel: Image.Image, judged: Judged, scale: float) -> None:
     missed = [_scaled(box, scale, frame) for box in judged.missed]
     for box in missed:
         _dashed(pen, box)
-    boxes, texts, colours = [], [], []
+    boxes, texts, colors = [], [], []
     for one, name in judged.pairs:
         boxes.append(_scaled(one.box, scale, frame))
         texts.append(f"{one.name} {one.score:.2f}" + ("" if one.name == name else f" ({name or 'nothing'})"))
-        colours.append(RIGHT if one.name == name else WRONG)
+        colors.append(RIGHT if one.name == name else WRONG)
     font = ImageFont.load_default(LETTERS)
     sizes = [(font.getlength(text) + 10, LETTERS + 8.0) for text in texts]
-    for box, colour in zip(boxes, colours):
-        pen.rectangle(box, outline=colour, width=LINE)
-    for place_, text, colour in zip(place(boxes, sizes, frame, missed), texts, colours):
-        pen.rectangle(place_, fill=colour)
+    for box, color in zip(boxes, colors):
+        pen.rectangle(box, outline=color, width=LINE)
+    for place_, text, color in zip(place(boxes, sizes, frame, missed), texts, colors):
+        pen.rectangle(place_, fill=color)
         middle = (place_[0] + place_[2]) / 2, (place_[1] + place_[3]) / 2
         pen.text(middle, text, "white", font, anchor="mm")
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compiles the CPU operators with gcc's address and undefined-behaviour sanitizers under build/sanitize, and runs the
+# Compiles the CPU operators with gcc's address and undefined-behavior sanitizers under build/sanitize, and runs the
 # random calls (CALLS of every operator) and the operators' tests on them. Any report ends its process, so that the test
 # fails.
 set -euo pipefail
@@ -53,6 +53,6 @@ step "$CALLS random calls of every operator"
 tests -n "$(nproc)" tests/fuzz/test_calls.py --calls "$CALLS" --seed "$SEED"
 
 step "the operators' tests"
-# Unoptimised sums round otherwise than the bounds of errors_are_those allow.
+# Unoptimized sums round otherwise than the bounds of errors_are_those allow.
 tests -m "not slow" -k "not emulat and not onnx and not errors_are_those" ${PYTEST:-} tests/ops
 step "no report"

@@ -15,7 +15,7 @@ ABI_PYTHON=${ABI_PYTHON:-$PY}
 FOLDER=build/abi/$ABI_TORCH-python$("$ABI_PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 OTHER=$FOLDER/venv/bin/python
 NEWER_ONLY="opcheck or flops or compile or export or script or binary or memory or folding or dtypes or autocast \
-or low_precision or half or lower_precision or float16 or pairs_is_stored or folded or uninitialised or probabilities_are"
+or low_precision or half or lower_precision or float16 or pairs_is_stored or folded or uninitialized or probabilities_are"
 step() { echo "[test-abi] $*"; }
 before() { [[ $ABI_TORCH != "$1" && $(printf '%s\n' "$ABI_TORCH" "$1" | sort -V | head -n 1) == "$ABI_TORCH" ]]; }
 before 2.10 && BUILD=none || BUILD=cpu

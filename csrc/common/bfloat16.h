@@ -1,4 +1,4 @@
-// bfloat16 storage with float arithmetic. Compilers vectorise these conversions.
+// bfloat16 storage with float arithmetic. Compilers vectorize these conversions.
 #pragma once
 
 #include <cstdint>

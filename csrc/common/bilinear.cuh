@@ -140,7 +140,7 @@ struct PixelSums {
   __device__ __forceinline__ A across() const { return (A(1) - dy) * (of[1] - of[0]) + dy * (of[3] - of[2]); }
 };
 
-// Sums four values over teams of `lanes` neighbouring threads, at least 4, and stores the totals. The whole
+// Sums four values over teams of `lanes` neighboring threads, at least 4, and stores the totals. The whole
 // warp must call it together. After two steps each lane holds one of the four values, so that later steps
 // exchange one value instead of four.
 template <class A>

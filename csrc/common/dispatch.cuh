@@ -66,7 +66,7 @@ void for_width(std::initializer_list<int64_t> counts, std::initializer_list<cons
   }
 }
 
-// The same for kernels whose neighbouring threads add neighbouring vectors to global memory. An instruction
+// The same for kernels whose neighboring threads add neighboring vectors to global memory. An instruction
 // should leave no gaps between its threads, so vectors have four floats, or one where devices cannot add
 // vectors. On an H100 the backward of deformable attention took 0.82 ms in bfloat16 where each thread added
 // eight floats; it takes 0.41 ms where it adds four, as in float32.

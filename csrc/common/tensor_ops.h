@@ -154,7 +154,7 @@ inline Tensor to_dtype(const Tensor& self, ScalarType dtype) {
                                                         : torch::stable::to(self, dtype);
 }
 
-// Uninitialised memory of the same sizes and strides.
+// Uninitialized memory of the same sizes and strides.
 inline Tensor like(const Tensor& self) {
   return self.is_contiguous() ? empty_like_options(self, sizes_of(self)) : torch::stable::empty_like(self);
 }

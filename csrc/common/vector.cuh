@@ -112,7 +112,7 @@ __device__ __forceinline__ void widen(const Vector<T, N>& v, accumulate_t<T> (&x
   for (int e = 0; e < N; ++e) x[e] = widen(v.element[e]);
 }
 
-// Packs two neighbouring elements into a register.
+// Packs two neighboring elements into a register.
 template <class T>
 __device__ __forceinline__ unsigned pack(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

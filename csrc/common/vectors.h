@@ -1,4 +1,4 @@
-// Parts of the vectorised kernels that do not depend on the instruction set: tensor views, the constants of
+// Parts of the vectorized kernels that do not depend on the instruction set: tensor views, the constants of
 // exp, and the choice of the set.
 #pragma once
 

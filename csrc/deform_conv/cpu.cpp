@@ -102,7 +102,7 @@ bool multiplies_bfloat16() {
 
 struct CpuKernels {
   // Memory for a block's columns, or for its samples if these take more: large enough for few blocks, since
-  // all threads synchronise after each, yet a small part of the columns of a whole batch.
+  // all threads synchronize after each, yet a small part of the columns of a whole batch.
   static constexpr int64_t kBlockBytes = 12 << 20;
 
   // Bytes per channel of a tap's column, or of its samples.

@@ -294,7 +294,7 @@ struct DeterministicCudaKernels : CudaKernels {
         auto grads = gradients<T, Fixed>(grad_columns, columns, grad_offset, grad_mask);
         grads.grad_input = sums.data(), grads.scale = sums.scale;
         sums.begin<T, T>(mask.defined() ? as_contiguous(mask) : mask, grad_columns);
-        // Integers are added one at a time, so neighbouring threads take neighbouring channels.
+        // Integers are added one at a time, so neighboring threads take neighboring channels.
         launch(sample_backward_kernel<T, 1, Fixed>, assign_teams(p, 1, false), p, grads);
         sums.end<float, true>(grad_input);
       }

@@ -1,10 +1,10 @@
 // CUDA kernels of deformable convolution: bilinear samples into columns, and back.
 //
-// A team of `lanes` neighbouring threads (a power of two, at most a warp) works on one output pixel and one
+// A team of `lanes` neighboring threads (a power of two, at most a warp) works on one output pixel and one
 // offset group; each lane takes a vector of channels. A block goes through the taps of its teams in rounds of
-// `lanes` taps. In each round every thread first locates one sample; neighbouring threads locate samples of
-// neighbouring pixels, whose offsets are neighbours in memory. Then all teams read their samples. Teams of
-// neighbouring pixels share a block, so that their overlapping reads hit the L1 cache.
+// `lanes` taps. In each round every thread first locates one sample; neighboring threads locate samples of
+// neighboring pixels, whose offsets are neighbors in memory. Then all teams read their samples. Teams of
+// neighboring pixels share a block, so that their overlapping reads hit the L1 cache.
 #pragma once
 
 #include "common/bilinear.cuh"

@@ -56,7 +56,7 @@ inline Tensor sum_of_pixels(const Tensor& t) {
               std::optional<ScalarType>());
 }
 
-// An uninitialised (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
+// An uninitialized (N, channels, height, width) tensor of like_type's dtype, channels-last or contiguous.
 // Results are channels-last where their source is; the fake functions in
 // plugins/ops/deform_conv/deform_conv.py follow the same rule.
 inline Tensor empty_images(const Tensor& like_type, bool channels_last, int64_t N, int64_t channels,
@@ -88,7 +88,7 @@ inline Tensor group_rows(const Tensor& rows, int64_t start, int64_t length, cons
   return matrices(rows, {g.groups, length, width}, {width, g.out_channels, 1}, start * g.out_channels);
 }
 
-// The same pixels of one image's planes (1, out_channels, Ho, Wo), whose channels are not neighbours.
+// The same pixels of one image's planes (1, out_channels, Ho, Wo), whose channels are not neighbors.
 inline Tensor plane_rows(const Tensor& planes, int64_t start, int64_t length, const DeformConvGeometry& g) {
   const int64_t width = g.out_channels / g.groups, pixels = g.Ho * g.Wo;
   return matrices(planes, {g.groups, length, width}, {width * pixels, 1, pixels}, start);
@@ -108,7 +108,7 @@ void product_out(const Tensor& out, const Tensor& a, const Tensor& b) {
 // The columns of the current block, in memory that all blocks of a call share.
 class __attribute__((visibility("hidden"))) Columns {
  public:
-  // Returns uninitialised matrices (groups, length, width) of like's dtype, or (length, width) for one group.
+  // Returns uninitialized matrices (groups, length, width) of like's dtype, or (length, width) for one group.
   const Tensor& resize(const Tensor& like, int64_t groups, int64_t length, int64_t width) {
     if (view_.defined() && groups_ == groups && length_ == length) return view_;
     const int64_t count = groups * length * width;

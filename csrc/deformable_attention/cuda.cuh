@@ -1,6 +1,6 @@
-// CUDA kernels of deformable attention. A team of neighbouring threads (a power of two, at most a warp) works
+// CUDA kernels of deformable attention. A team of neighboring threads (a power of two, at most a warp) works
 // on one head of one query; each thread takes a vector of its channels. The teams of a query's heads are
-// neighbours, so that together they read contiguous locations and write a contiguous output.
+// neighbors, so that together they read contiguous locations and write a contiguous output.
 //
 // A team goes through its points in rounds: its threads locate kRound samples each, and then all of them read
 // these samples (bilinear.cuh).
@@ -50,7 +50,7 @@ struct AttentionLayout {
     writes = int64_t(blockIdx.x) * teams + own < p.teams;
   }
 
-  // The index of the team's point among the staged samples; those of neighbouring teams are neighbours.
+  // The index of the team's point among the staged samples; those of neighboring teams are neighbors.
   __device__ __forceinline__ int slot(int point) const { return point * teams + own; }
 };
 
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 8 ? 2 : 3)
   // A thread usually has a single vector of channels, so its gradient is read only once.
   Vector<T, N> own_gradient;
   if (own_channel < channels) own_gradient = load_constant<T, N>(output_gradient + own_channel);
-  // Integers are added one at a time, so neighbouring threads take neighbouring channels.
+  // Integers are added one at a time, so neighboring threads take neighboring channels.
   const auto scaled = [&](int c) { return scale.second_factor(widen(__ldg(output_gradient + c))); };
   A factors[kFixed ? N : 1];
   if constexpr (kFixed) {

@@ -1,6 +1,6 @@
 // Window attention with position logits alone, as in dynamic convolution, for one instruction set
 // (cpu_kernel.h includes this file). Without dot products nothing has to be packed along the queries: vectors
-// run along the value's channels, and a span of neighbouring queries shares every value it loads.
+// run along the value's channels, and a span of neighboring queries shares every value it loads.
 
 constexpr int64_t SPAN = VECTOR_BYTES == 64 ? 8 : 4;  // queries computed together
 
@@ -67,7 +67,7 @@ ATTN_INLINE void finish(const T* tops, const T* sums, T* scale, T* log_sum_exp) 
   }
 }
 
-// Adds one column of values, weighted, to queries FIRST ... LAST - 1. The windows of neighbouring queries
+// Adds one column of values, weighted, to queries FIRST ... LAST - 1. The windows of neighboring queries
 // begin one column apart, so the weight moves one tap back from query to query.
 template <typename T, int FIRST, int LAST, int VECTORS>
 ATTN_INLINE void mix_column(const T* weights, int64_t taps, const T* value,

@@ -78,7 +78,7 @@ void for_rows(const WindowOperands<T>& w, const Body& body) {
   body(w.grad_query), body(w.grad_key), body(w.grad_value);
 }
 
-// Returns whether the fast kernels apply: windows are not moved, channels are contiguous, neighbouring
+// Returns whether the fast kernels apply: windows are not moved, channels are contiguous, neighboring
 // windows overlap tap on tap, and places, and distances in memory as far as the windows of a tile reach, fit
 // into 32 bits. ATTN_PLUGINS_WINDOW_FAST=0 disables them, for comparisons.
 template <class T>

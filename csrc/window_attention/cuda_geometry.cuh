@@ -57,7 +57,7 @@ struct WindowProblem : WindowOperands<T> {
   int teams, M;
   int rows, columns;                                // of teams
   Divisor by_heads, by_map, by_band, by_last_rows;  // M; teams of a map, of a band; rows of the last band
-  // Element strides between neighbouring positions of a row: of keys, values, queries and gradients, and of
+  // Element strides between neighboring positions of a row: of keys, values, queries and gradients, and of
   // the logits of one key. Kernels read them from constant memory, which is cheaper than computing them.
   int key_step, value_step, query_step, gradient_step, position_step;
   // Byte strides between rows, for kernels on tensor cores, which are not chosen if a stride exceeds an int.

@@ -2,7 +2,7 @@
 //
 // A team of lanes shares out the channels of a few queries of one row (in the keys' gradients: of a few
 // keys), chosen so that their windows overlap tap on tap: a key row is read once for all of them.
-// Neighbouring teams walk along bands of rows, so the halo that their windows share stays in the first-level
+// Neighboring teams walk along bands of rows, so the halo that their windows share stays in the first-level
 // cache. Arithmetic is in float.
 #pragma once
 

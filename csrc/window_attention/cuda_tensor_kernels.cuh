@@ -312,7 +312,7 @@ __global__ void __launch_bounds__(kThreads, WIDTH > 32 ? 1 : 2)
           there >> 24 & elements_of(counts, p.tall ? within(tap_row + 1, p.y.taps) : counts);
       float logit[2][4] = {}, slope[2][4] = {}, bias[2][4];
       // The same query sees half 1's keys by later taps. A lane's logits are those of eight queries, whose
-      // taps differ: no two are neighbours in memory, so each is loaded alone.
+      // taps differ: no two are neighbors in memory, so each is loaded alone.
       const T* const logits[2] = {position,
                                   position + (p.tall ? p.x.taps : 8) * int(p.position_logits.channel)};
 #pragma unroll

@@ -204,7 +204,7 @@ __device__ __forceinline__ float trace_of_infinite(const float (&x)[N][4]) {
   return trace;
 }
 
-// The map of queries, or of keys, whose neighbours in a tile are a dilation apart.
+// The map of queries, or of keys, whose neighbors in a tile are a dilation apart.
 struct TileMap {
   int rows, columns;
   const Divisor &row_dilation, &column_dilation, &heads;
@@ -280,7 +280,7 @@ struct Stage {
     start = int(threadIdx.x) / 32 * p.staged, elements = static_cast<T*>(shared_memory());
   }
 
-  // Element n of a half's logits is at data[n], or, not of neighbours, on the way of strides.
+  // Element n of a half's logits is at data[n], or, not of neighbors, on the way of strides.
   struct Run {
     T* data;
     int count;  // queries

@@ -40,7 +40,7 @@ def words_of(caption: str | Sequence[str]) -> Words:
 
 
 def read_splits(captions: Sequence[Path], splits: Path, bare: Collection[str] = ()) -> dict[str, Captions]:
-    """Return the tokenised captions of every image, grouped by split.
+    """Return the tokenized captions of every image, grouped by split.
 
     Images have the ids of the caption files, because the metrics use these ids.
 
@@ -148,7 +148,7 @@ def described_by(captions: Iterable[Words], vocabulary: Mapping[str, int], numbe
     """Return the words of ``vocabulary`` that occur in most of an image's captions; ties prefer the rarer word.
 
     Args:
-        captions: Tokenised captions of one image.
+        captions: Tokenized captions of one image.
         vocabulary: Words and their frequencies.
         number: Maximum number of words.
     """

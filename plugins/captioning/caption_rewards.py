@@ -1,7 +1,7 @@
 """The reward of self-critical training: CIDEr-D of a caption against the references of its image.
 
 Its values equal those of the standard evaluation package (pycocoevalcap 1.2), which calls it "CIDEr". Sentences are
-strings of words separated by spaces; the caller tokenises them::
+strings of words separated by spaces; the caller tokenizes them::
 
     cider = CiderD(references)                                      # {image: [sentence, ...]}
     cider([42, 42, 7], ["a cat on grass", "a cat", "two coins"])    # float64 array of 3, 0 to 10 each

@@ -1,4 +1,4 @@
-"""Neighbourhood attention of transformers' DiNAT and NAT, where this package stands in for ``natten``.
+"""Neighborhood attention of transformers' DiNAT and NAT, where this package stands in for ``natten``.
 
 transformers 5 hands queries, keys and values to ``natten`` with the axes of a map in the place of heads, so that its
 models run with no version of it; and older ones store the weights. Ours replaces the layers' ``forward``.

@@ -27,13 +27,13 @@ __all__ = ["NeighborhoodAttention1D", "NeighborhoodAttention2D", "has_fused_na",
 
 
 class NeighborhoodAttention2D(nn.Module):
-    """Neighbourhood attention over a map, (B, H, W, C) -> (B, H, W, C), computed by ``window_attention``.
+    """Neighborhood attention over a map, (B, H, W, C) -> (B, H, W, C), computed by ``window_attention``.
 
     Args:
         dim: C.
         num_heads: M.
         kernel_size: K, of both axes or of each. A smaller map is padded with zeros, which take part, as up to 0.15.
-        dilation: Distance of neighbouring taps; None for 1.
+        dilation: Distance of neighboring taps; None for 1.
         is_causal: Must be False.
         rel_pos_bias: Whether there is a table ``rpb`` of biases by relative position.
         qkv_bias: Whether ``qkv`` has biases.

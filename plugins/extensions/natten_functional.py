@@ -83,13 +83,13 @@ def na2d(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: Size, *, stride: Size = 1, dilation: Size = 1,
     is_causal: bool | Sequence[bool] = False, rpb: Tensor | None = None, scale: float | None = None, **others: Any,
 ) -> Tensor:  # fmt: skip
-    """Return neighbourhood attention, (B, H, W, M, d) -> (B, H, W, M, d), by ``window_attention``.
+    """Return neighborhood attention, (B, H, W, M, d) -> (B, H, W, M, d), by ``window_attention``.
 
     Args:
         query, key, value: (B, H, W, M, d).
         kernel_size: K, of both axes or of each.
         stride: Must be 1.
-        dilation: Distance of neighbouring taps.
+        dilation: Distance of neighboring taps.
         is_causal: Must be False.
         rpb: (M, 2K - 1, 2K - 1), biases by relative position.
         scale: Factor of the products; None for d^-½.

@@ -15,7 +15,7 @@ from fairseq.models import register_model, register_model_architecture
 from torch import Tensor, nn
 
 from ..modules import GatedConvBlock, Modality
-from ..modules.captioning.gated_conv import NormalisedConv1d
+from ..modules.captioning.gated_conv import NormalizedConv1d
 from .captioner import CaptionerConfig, set_sizes
 from .region_captioner import RegionCaptionerModel, RegionDecoder
 from .registries import forget
@@ -45,7 +45,7 @@ class ConvCaptionerDecoder(RegionDecoder):
         if cfg.layers < 1:
             raise ValueError(f"--layers must be at least 1, got {cfg.layers}")
         C, options = cfg.embed_dim, (cfg.kernel_size, cfg.dropout)
-        self.input_projection = NormalisedConv1d(C, C, gain=1 - cfg.dropout)
+        self.input_projection = NormalizedConv1d(C, C, gain=1 - cfg.dropout)
         self.layers = nn.ModuleList(GatedConvBlock(C, *options) for _ in range(cfg.layers))
         self.dropout = nn.Dropout(cfg.dropout)
 

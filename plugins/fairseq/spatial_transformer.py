@@ -230,7 +230,7 @@ def _wrapped(layer: nn.Module, cfg: TransformerConfig) -> nn.Module:
 
 
 def _leave_out_empty(layer: Any) -> None:
-    """Remove the normalisation of an empty self-attention, so that the layer begins with the next sublayer."""
+    """Remove the normalization of an empty self-attention, so that the layer begins with the next sublayer."""
     if layer.self_attn.empty:
         layer.self_attn_layer_norm = nn.Identity()
 

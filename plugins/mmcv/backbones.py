@@ -25,12 +25,12 @@ class AAResNet(BaseModule):
         num_stages: Number of stages to build, 1 to 4.
         out_indices: Stages whose outputs are returned, 0 to ``num_stages`` - 1.
         frozen_stages: Freeze the stem (0) and the stages up to this number; -1 freezes nothing.
-        norm_cfg: Config of all normalisations.
-        norm_eval: Keep the running statistics of normalisations in training.
+        norm_cfg: Config of all normalizations.
+        norm_eval: Keep the running statistics of normalizations in training.
         with_cp: Use activation checkpointing in the stages.
         style: ``'pytorch'``: the stride is in the 3×3 convolutions.
         input_size: (H, W) of the relative position tables, which are interpolated to other sizes.
-        init_cfg: Initialisation; None trains from scratch, as in the paper.
+        init_cfg: Initialization; None trains from scratch, as in the paper.
         options: Options of the timm model: ``kappa``, ``nu``, ``num_heads``, ``position``, ...
 
     Shapes:

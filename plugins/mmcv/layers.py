@@ -18,25 +18,25 @@ from .. import modules
 from ..modules.maps.augmented_conv import widths
 
 
-class Reinitialised(nn.Module):
-    """Mixin that initialises a layer again after ``init_cfg`` rules."""
+class Reinitialized(nn.Module):
+    """Mixin that initializes a layer again after ``init_cfg`` rules."""
 
     def init_weights(self) -> None:
-        """Initialise the parameters again; mmengine calls this hook."""
+        """Initialize the parameters again; mmengine calls this hook."""
         self.reset_parameters()  # type: ignore[operator]
 
 
-class PartsReinitialised(nn.Module):
-    """Mixin like :class:`Reinitialised` for layers whose ``reset_parameters`` leaves that of their parts out."""
+class PartsReinitialized(nn.Module):
+    """Mixin like :class:`Reinitialized` for layers whose ``reset_parameters`` leaves that of their parts out."""
 
     def init_weights(self) -> None:
-        """Initialise the parameters of all parts again, then the layer's own; mmengine calls this hook."""
+        """Initialize the parameters of all parts again, then the layer's own; mmengine calls this hook."""
         for part in reversed(list(self.modules())):
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()  # type: ignore[operator]
 
 
-class Normalised(Reinitialised):
+class Normalized(Reinitialized):
     """Mixin that accepts ``norm_cfg``, such as ``dict(type="SyncBN")``, for ``norm_layer``."""
 
     def __init__(self, *args: Any, norm_cfg: dict[str, Any] | None = None, **options: Any):
@@ -45,43 +45,43 @@ class Normalised(Reinitialised):
         super().__init__(*args, **options)
 
 
-class GeneralizedAttention2d(Normalised, modules.GeneralizedAttention2d):
+class GeneralizedAttention2d(Normalized, modules.GeneralizedAttention2d):
     """:class:`attn_plugins.modules.GeneralizedAttention2d`, which also accepts ``norm_cfg``."""
 
 
-class DynamicConv2d(Normalised, modules.DynamicConv2d):
+class DynamicConv2d(Normalized, modules.DynamicConv2d):
     """:class:`attn_plugins.modules.DynamicConv2d`, which also accepts ``norm_cfg``."""
 
 
-class BilateralNonLocal2d(Reinitialised, modules.BilateralNonLocal2d):
+class BilateralNonLocal2d(Reinitialized, modules.BilateralNonLocal2d):
     """:class:`attn_plugins.modules.BilateralNonLocal2d`."""
 
 
-class BilateralCrissCross2d(PartsReinitialised, modules.BilateralCrissCross2d):
+class BilateralCrissCross2d(PartsReinitialized, modules.BilateralCrissCross2d):
     """:class:`attn_plugins.modules.BilateralCrissCross2d`."""
 
 
-class CrissCrossAttention2d(PartsReinitialised, modules.CrissCrossAttention2d):
+class CrissCrossAttention2d(PartsReinitialized, modules.CrissCrossAttention2d):
     """:class:`attn_plugins.modules.CrissCrossAttention2d`."""
 
 
-class NeighborhoodAttention2d(PartsReinitialised, modules.NeighborhoodAttention2d):
+class NeighborhoodAttention2d(PartsReinitialized, modules.NeighborhoodAttention2d):
     """:class:`attn_plugins.modules.NeighborhoodAttention2d`."""
 
 
-class NeighborhoodAttention1d(PartsReinitialised, modules.NeighborhoodAttention1d):
+class NeighborhoodAttention1d(PartsReinitialized, modules.NeighborhoodAttention1d):
     """:class:`attn_plugins.modules.NeighborhoodAttention1d`."""
 
 
-class NonLocalAttention2d(Reinitialised, modules.NonLocal2d):
+class NonLocalAttention2d(Reinitialized, modules.NonLocal2d):
     """:class:`attn_plugins.modules.NonLocal2d` under mmcv's registry name."""
 
 
-class NonLocalAttention1d(Reinitialised, modules.NonLocal1d):
+class NonLocalAttention1d(Reinitialized, modules.NonLocal1d):
     """:class:`attn_plugins.modules.NonLocal1d` under a name like that for maps."""
 
 
-class NonLocalAttention3d(Reinitialised, modules.NonLocal3d):
+class NonLocalAttention3d(Reinitialized, modules.NonLocal3d):
     """:class:`attn_plugins.modules.NonLocal3d` under a name like that for maps."""
 
 
@@ -99,7 +99,7 @@ class Deformable(nn.Module):
         super().__init__(*args, **options)
 
     def init_weights(self) -> None:
-        """Zero the predictor again; the weight keeps the toolkit's initialisation."""
+        """Zero the predictor again; the weight keeps the toolkit's initialization."""
         constant_init(self.conv_offset, 0)
 
 
@@ -133,7 +133,7 @@ class DeformableConv1d(Deformable, modules.DeformableConv1d):
     """
 
 
-class AAConv2d(Reinitialised, modules.AAConv2d):
+class AAConv2d(Reinitialized, modules.AAConv2d):
     """:class:`attn_plugins.modules.AAConv2d`, which also accepts the paper's ratios instead of its widths.
 
     With ``kappa`` and ``nu``, one ``conv_cfg`` fits convolutions of any width; see
@@ -171,4 +171,4 @@ class LocalBilateralConv2d(modules.LocalBilateralConv2d):
     transposed, output_padding = False, (0, 0)  # attributes that mmcv's ConvModule reads
 
     def init_weights(self) -> None:
-        """Do nothing: the projections are plain convolutions and keep their initialisation."""
+        """Do nothing: the projections are plain convolutions and keep their initialization."""

@@ -43,7 +43,7 @@ def Attended(of: str, attention: Mapping[str, Mapping[str, Any]], **model: Any) 
 
     ``SpatialSelfAttention`` replaces mmcv's ``MultiheadAttention``, and ``MultiScaleDeformableAttention`` replaces
     mmcv's layer of that name. The model keeps its upstream class and parameter names. Added parameters have new names,
-    which a stock checkpoint may lack, and a gate initialised to zero: if the attention type has the content term, the
+    which a stock checkpoint may lack, and a gate initialized to zero: if the attention type has the content term, the
     model initially computes the same as upstream.
 
     Args:
@@ -312,7 +312,7 @@ class TokenAttention(modules.SpatialSelfAttention):
 class MultiScaleDeformableAttention(SampledAttention, ops.MultiScaleDeformableAttention):
     """mmcv's ``MultiScaleDeformableAttention`` on this package's operator, with ε3 as an option.
 
-    It derives from mmcv's class, because detectors call that class's initialisation.
+    It derives from mmcv's class, because detectors call that class's initialization.
     """
 
     def __init__(self, *, key_saliency: bool = False, **options: Any) -> None:

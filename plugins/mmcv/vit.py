@@ -61,8 +61,8 @@ class ViTAdapter(modules.ViTAdapter, _FromTimm):
         vit_kwargs: Other arguments of ``timm.create_model``: ``drop_path_rate``, ``attn_layer``, ``img_size``, and
             ``num_classes``, if the head in the file, which is left out, is not that of timm's weights (0: no head).
         freeze_vit: True to freeze the transformer; a number to train that many of its last blocks and nothing else.
-        norm_cfg: Config of the normalisations; None for ``dict(type="SyncBN")``.
-        init_cfg: Initialisation of the whole backbone; None for timm's weights and the adapter's own.
+        norm_cfg: Config of the normalizations; None for ``dict(type="SyncBN")``.
+        init_cfg: Initialization of the whole backbone; None for timm's weights and the adapter's own.
         options: Other arguments of :class:`attn_plugins.modules.ViTAdapter`.
 
     Raises:
@@ -104,7 +104,7 @@ class ViTPyramid(modules.ViTPyramid, _FromTimm):
         pretrained: Whether to load weights, or their file.
         vit_kwargs: Other arguments of ``timm.create_model``.
         freeze_vit: What to freeze.
-        init_cfg: Initialisation.
+        init_cfg: Initialization.
         options: Other arguments of :class:`attn_plugins.modules.ViTPyramid`.
     """
 
@@ -122,7 +122,7 @@ class ViTPyramid(modules.ViTPyramid, _FromTimm):
 
 
 def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any] | None = None) -> Any:
-    """Create a timm model without head and last normalisation, for pictures of any size.
+    """Create a timm model without head and last normalization, for pictures of any size.
 
     Raises:
         FileNotFoundError: ``pretrained`` is no file.
@@ -180,7 +180,7 @@ def from_official(state_dict: dict[str, Tensor], prefix: str = "", positions: in
     ``*.ffn.dwconv.dwconv.*``            ``*.ffn.dwconv.*``
     ==================================== ============================
 
-    The others are equal. That transformer has no class token and no last normalisation, so its counterpart has
+    The others are equal. That transformer has no class token and no last normalization, so its counterpart has
     ``vit_kwargs=dict(class_token=False, global_pool="avg", init_values=1.0)``, the last one if it has layer scales.
 
     Args:

@@ -26,7 +26,7 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad_ou
 
 
 def _reassemble(features: Tensor, masks: Tensor, kernel_size: int, group_size: int, scale_factor: int) -> Tensor:
-    """Sum the neighbours of every pixel with predicted weights, ``scale_factor``² times (Wang et al. 2019, Eq. 3)."""
+    """Sum the neighbors of every pixel with predicted weights, ``scale_factor``² times (Wang et al. 2019, Eq. 3)."""
     B, C, H, W = features.shape
     half, s, G = kernel_size // 2, scale_factor, group_size
     padded = F.pad(widened(features), (half,) * 4).view(B, G, C // G, H + 2 * half, W + 2 * half)
@@ -34,8 +34,8 @@ def _reassemble(features: Tensor, masks: Tensor, kernel_size: int, group_size: i
     total = torch.zeros((), dtype=padded.dtype, device=padded.device)
     for tap in range(kernel_size**2):
         i, j = divmod(tap, kernel_size)
-        neighbour = padded[..., i : i + H, j : j + W].unsqueeze(-1).unsqueeze(4)  # (B, G, C / G, H, 1, W, 1)
-        total = total + neighbour * weights[:, :, tap]
+        neighbor = padded[..., i : i + H, j : j + W].unsqueeze(-1).unsqueeze(4)  # (B, G, C / G, H, 1, W, 1)
+        total = total + neighbor * weights[:, :, tap]
     return total.reshape(B, C, H * s, W * s)
 
 
@@ -56,7 +56,7 @@ def carafe_naive_forward(
 
     Args:
         features: (B, C, H, W).
-        masks: (B, G * k², s * H, s * W): for every output pixel, the weights of the k × k neighbours.
+        masks: (B, G * k², s * H, s * W): for every output pixel, the weights of the k × k neighbors.
         output: Tensor to write.
         kernel_size: k, odd.
         group_size: G, number of groups of consecutive channels that share weights.
@@ -137,7 +137,7 @@ def masked_im2col_forward(
     pad_h: int,
     pad_w: int,
 ) -> None:
-    """Write the neighbourhoods of P pixels of a map (1, C, H, W) into ``col`` (C * kernel_h * kernel_w, P)."""
+    """Write the neighborhoods of P pixels of a map (1, C, H, W) into ``col`` (C * kernel_h * kernel_w, P)."""
     check_shape("im", im, 1, "C", "H", "W")
     check_shape("col", col, im.shape[1] * kernel_h * kernel_w, len(mask_h_idx))
     check_floats("im", im=im, col=col)

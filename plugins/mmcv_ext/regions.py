@@ -20,7 +20,7 @@ BLOCK = 1 << 24  # values gathered at once
 
 
 def check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: float, aligned: bool = False) -> None:
-    """Check what kernels would read out of bounds; values of ``rois`` only on CPUs, to spare GPUs a synchronisation."""
+    """Check what kernels would read out of bounds; values of ``rois`` only on CPUs, to spare GPUs a synchronization."""
     check_shape("input", input, "B", "C", "H", "W")
     check_shape("rois", rois, "R", 5)
     check_floats("input", input=input, rois=rois)
@@ -39,8 +39,8 @@ def check_rois(input: Tensor, rois: Tensor, height: int, width: int, scale: floa
 # --- samples ------------------------------------------------------------------------------------------------------
 
 
-def _neighbours(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the two neighbouring indices along an axis and the weight of the second, by the rule of RoIAlign.
+def _neighbors(position: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the two neighboring indices along an axis and the weight of the second, by the rule of RoIAlign.
 
     Between -1 and 0, and from ``size`` - 1 on, the value is that of the border; the derivative there is that of the
     first interval, and 0.
@@ -59,8 +59,8 @@ def _sample(maps: Tensor, image: Tensor, y: Tensor, x: Tensor) -> Tensor:
     H, W = maps.shape[2:]
     pixels = maps.permute(0, 2, 3, 1)  # (B, H, W, C)
     inside = (y >= -1) & (y <= H) & (x >= -1) & (x <= W)
-    top, bottom, down = _neighbours(torch.where(inside, y, 0), H)
-    left, right, across = _neighbours(torch.where(inside, x, 0), W)
+    top, bottom, down = _neighbors(torch.where(inside, y, 0), H)
+    left, right, across = _neighbors(torch.where(inside, x, 0), W)
     image, down, across = image[:, None], down[..., None], across[..., None]
     upper = pixels[image, top, left] * (1 - across) + pixels[image, top, right] * across
     lower = pixels[image, bottom, left] * (1 - across) + pixels[image, bottom, right] * across

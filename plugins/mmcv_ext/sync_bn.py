@@ -1,4 +1,4 @@
-"""The local steps of mmcv's synchronised batch normalisation (``MMSyncBN``); mmcv reduces between them.
+"""The local steps of mmcv's synchronized batch normalization (``MMSyncBN``); mmcv reduces between them.
 
 ``input`` is (B, C, P); statistics are float32 of (C,).
 """
@@ -42,7 +42,7 @@ def sync_bn_forward_output(
     momentum: float,
     group_size: int,
 ) -> None:
-    """Write the normalised input, its standard deviation and the output; update the running statistics."""
+    """Write the normalized input, its standard deviation and the output; update the running statistics."""
     check_floats("input", input=input, mean=mean, var=var, output=output)
     std.copy_((var + eps).sqrt())
     norm.copy_((input.float() - mean[:, None]) / std[:, None])

@@ -1,6 +1,6 @@
 """Attention modules: toolkit-free ``nn.Module``s, one idea per file.
 
-All take ``device`` and ``dtype`` by keyword. ``reset_parameters()`` initialises a module's own parameters and its
+All take ``device`` and ``dtype`` by keyword. ``reset_parameters()`` initializes a module's own parameters and its
 projections. For a model created on the ``meta`` device, call it on children before parents, as ``model.apply`` does::
 
     model.to_empty(device="cuda")

@@ -15,7 +15,7 @@ def cosine_scale(logit_scale: Tensor, largest: float = 100.0) -> Tensor:
     The default keeps τ at 0.01 or more. Clamped elements have no gradient.
 
     Args:
-        logit_scale: log(1 / τ), any shape; Swin V2's is (M, 1, 1), initialised to log(10).
+        logit_scale: log(1 / τ), any shape; Swin V2's is (M, 1, 1), initialized to log(10).
         largest: Upper bound of 1 / τ, positive.
 
     Returns:

@@ -21,7 +21,7 @@ def neighborhood_logits(
             its right.
         size: (H, W) of the map.
         kernel_size: Taps along both axes, at most (K, L).
-        dilation: Distance of neighbouring taps along both axes.
+        dilation: Distance of neighboring taps along both axes.
 
     Returns:
         (1, M, H, W, taps), which all images share.

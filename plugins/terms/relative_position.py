@@ -181,6 +181,6 @@ def _product(a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return ``scale * a @ b``, in one launch unless ``scale`` is 0."""
     if scale == 1:
         return torch.bmm(a, b)
-    if scale == 0:  # torch's product for ARM keeps NaN of an uninitialised result
+    if scale == 0:  # torch's product for ARM keeps NaN of an uninitialized result
         return scale * torch.bmm(a, b)
     return torch.baddbmm(a.new_empty(1, 1, 1), a, b, beta=0, alpha=scale)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 def resize_table(table: Tensor, size: int) -> Tensor:
     """Resize a table over the offsets of one axis to another axis length.
 
-    Interpolation is linear between neighbouring offsets; the first, middle (offset 0) and last entries are kept.
+    Interpolation is linear between neighboring offsets; the first, middle (offset 0) and last entries are kept.
 
     Args:
         table: (2L - 1, d), rows at offsets -(L - 1) ... L - 1.

@@ -116,7 +116,7 @@ def shifted_window_masks(
 ) -> list[Tensor | None]:
     """Return only the masks of :func:`shifted_window_groups`, in its order.
 
-    ``torch.compile`` specialises on the numbers in a slice; without slices ``windows`` may be symbolic.
+    ``torch.compile`` specializes on the numbers in a slice; without slices ``windows`` may be symbolic.
 
     Returns:
         For each group (N, N), or None if nothing is masked. The masks are shared; see :func:`.cached`.

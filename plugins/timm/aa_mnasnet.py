@@ -81,13 +81,13 @@ class AAMnasNet(Augmented, EfficientNet):
                         position=position,
                         pool=pool and reduction <= POOLED_REDUCTION,
                     )
-                    _initialise(block.conv_pw)
+                    _initialize(block.conv_pw)
                 stride = block.conv_dw.stride[0] * getattr(block.aa, "stride", 1)  # `aa_layer` takes over the stride
                 H, W, reduction = -(-H // stride), -(-W // stride), reduction * stride
 
 
-def _initialise(layer: AAConv2d) -> None:
-    """Initialise the convolution like timm's MnasNet: normal by fan-out."""
+def _initialize(layer: AAConv2d) -> None:
+    """Initialize the convolution like timm's MnasNet: normal by fan-out."""
     if layer.conv is not None:
         nn.init.kaiming_normal_(layer.conv.weight, mode="fan_out", nonlinearity="relu")
 

@@ -16,7 +16,7 @@ from timm.models.resnet import BasicBlock, Bottleneck, ResNet
 from torch import nn
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import Augmented, imagenet_cfg, initialise_ours
+from .conventions import Augmented, imagenet_cfg, initialize_ours
 
 LAYERS = {34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
@@ -140,9 +140,9 @@ class AAResNet(Augmented, ResNet):
 
     @torch.jit.ignore
     def init_weights(self, zero_init_last: bool = True) -> None:
-        """Initialise by timm's rules, and the attention's parts like the paper's code."""
+        """Initialize by timm's rules, and the attention's parts like the paper's code."""
         super().init_weights(zero_init_last=zero_init_last)
-        initialise_ours(self)
+        initialize_ours(self)
 
 
 default_cfgs = generate_default_cfgs({f"aa_resnet{depth}": imagenet_cfg() for depth in LAYERS})

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..modules.maps.augmented_conv import AAConv2d, Position
-from .conventions import Augmented, imagenet_cfg, initialise_ours
+from .conventions import Augmented, imagenet_cfg, initialize_ours
 
 
 class AAWideBlock(nn.Module):
@@ -158,13 +158,13 @@ class AAWideResNet(Augmented):
 
     @torch.jit.ignore
     def init_weights(self) -> None:
-        """Initialise convolutions normally by fan-out, and the attention's parts like the paper's code."""
+        """Initialize convolutions normally by fan-out, and the attention's parts like the paper's code."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
             elif isinstance(module, nn.BatchNorm2d):
                 module.reset_parameters()
-        initialise_ours(self)
+        initialize_ours(self)
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class AAWideResNet(Augmented):
         Args:
             x: (B, in_chans, H, W).
             indices: Indices of the features, or n for the last n; None for all.
-            norm: Normalise and activate the features of the last stage.
+            norm: Normalize and activate the features of the last stage.
             stop_early: Skip the stages after the last requested one.
             output_fmt: ``'NCHW'``.
             intermediates_only: Return only the list of features.

@@ -14,7 +14,7 @@ from ..modules.maps.criss_cross import CrissCross, CrissCrossAttention2d
 from ..modules.maps.deformable_conv import DeformableConv2d
 from ..modules.maps.dynamic_conv import DynamicConv2d
 from ..modules.maps.generalized_attention import GeneralizedAttention2d
-from .conventions import imagenet_cfg, initialise_ours
+from .conventions import imagenet_cfg, initialize_ours
 
 CRISS_CROSS: dict[str, type[CrissCross]] = {"cc": CrissCrossAttention2d, "bi-cc": BilateralCrissCross2d}
 
@@ -89,11 +89,11 @@ class AttendedBottleneck(Bottleneck):
 
 
 class AttendedResNet(ResNet):
-    """ResNet of timm whose weight initialisation preserves that of this package's layers."""
+    """ResNet of timm whose weight initialization preserves that of this package's layers."""
 
     def init_weights(self, zero_init_last: bool = True) -> None:
         super().init_weights(zero_init_last=zero_init_last)
-        initialise_ours(self)
+        initialize_ours(self)
         for module in self.modules():
             if isinstance(module, CrissCross):
                 for layer in module.modules():

@@ -1,4 +1,4 @@
-"""Shared parts of the timm models: default configurations, initialisation, parameter groups."""
+"""Shared parts of the timm models: default configurations, initialization, parameter groups."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def transformer_cfg(**changes: Any) -> dict[str, Any]:
     return imagenet_cfg(**{**cfg, "first_conv": "patch_embed.proj", "classifier": "head", **changes})
 
 
-def initialise_ours(model: nn.Module) -> None:
-    """Restore the initialisation of this package's layers, which timm's loops over every ``Conv2d`` overwrite."""
+def initialize_ours(model: nn.Module) -> None:
+    """Restore the initialization of this package's layers, which timm's loops over every ``Conv2d`` overwrite."""
     for module in model.modules():
         if isinstance(module, DeformableConv2d):  # timm's rule for convolutions, and zeros for the predictor
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -80,7 +80,7 @@ def param_groups(
         model: Any model. Its predictors are the layers named ``conv_offset``, in this package as in mmcv.
         lr: Learning rate of all other parameters.
         offset_lr_scale: Learning rate of the predictors relative to ``lr``.
-        weight_decay: Weight decay of the groups by timm's rule: 0 for biases, normalisations and the patterns in the
+        weight_decay: Weight decay of the groups by timm's rule: 0 for biases, normalizations and the patterns in the
             model's ``no_weight_decay()``. None leaves it to the optimizer.
     """
     exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()  # type: ignore[operator]

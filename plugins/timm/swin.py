@@ -1,7 +1,7 @@
 """Swin models with this package's attention: ``attn_swin_tiny_patch4_window7_224``, ``attn_swinv2_…``.
 
 timm's stages do not let the user choose their blocks. Therefore timm builds the model, and then the attention of each
-block is replaced. Weights are initialised like timm's, and timm's weights load strictly.
+block is replaced. Weights are initialized like timm's, and timm's weights load strictly.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class SwinAttention(WindowSelfAttention):
         self.attn_drop, self.proj_drop = stock.attn_drop, stock.proj_drop
 
     def reset_parameters(self) -> None:
-        """Initialise the parameters that timm's rules for linear layers do not cover."""
+        """Initialize the parameters that timm's rules for linear layers do not cover."""
         self.reset_positions()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class _Model:
 class AttnSwinTransformer(_Model, swin_transformer.SwinTransformer):
     """Swin of timm with :class:`attn_plugins.modules.WindowSelfAttention`.
 
-    timm's weights load strictly; a missing table is skipped, and added parameters keep their initialisation.
+    timm's weights load strictly; a missing table is skipped, and added parameters keep their initialization.
 
     Args:
         *args: Positional arguments of timm's ``SwinTransformer``.

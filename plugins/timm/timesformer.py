@@ -70,7 +70,7 @@ class SpaceTimeBlock(SpaceTimeSelfAttention):
         self.drop2 = DropPath(drop_path)
 
     def init_weights(self) -> None:
-        """Set the added steps' ``fc`` to 0 again; timm calls this after initialising all linear layers."""
+        """Set the added steps' ``fc`` to 0 again; timm calls this after initializing all linear layers."""
         self.reset_added()
 
     def forward(self, x: Tensor, grid: ClipGrid, prefix_tokens: int = 0) -> Tensor:
@@ -138,7 +138,7 @@ class TimeSformer(VisionTransformer):
         self.time_drop = nn.Dropout(kwargs.get("pos_drop_rate", 0.0))
 
     def init_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise all weights by timm's rule; the time embedding and the added steps' ``fc`` are 0."""
+        """Initialize all weights by timm's rule; the time embedding and the added steps' ``fc`` are 0."""
         super().init_weights(*args, **kwargs)
         time_embed = getattr(self, "time_embed", None)  # it does not exist yet when timm's constructor calls this
         if time_embed is not None:
@@ -168,7 +168,7 @@ class TimeSformer(VisionTransformer):
         return self.forward_head(self.forward_features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Compute the normalised tokens of the last block, (B, T, 3, H * 16, W * 16) -> (B, P + T * H * W, C).
+        """Compute the normalized tokens of the last block, (B, T, 3, H * 16, W * 16) -> (B, P + T * H * W, C).
 
         With ``pattern='space'`` the result is the mean over frames, (B, P + H * W, C).
         """
@@ -196,7 +196,7 @@ class TimeSformer(VisionTransformer):
             x: A clip (B, T, 3, H * 16, W * 16) or an image.
             indices: Block indices, or n for the last n blocks; None for all.
             return_prefix_tokens: Also return class tokens and registers.
-            norm: Normalise intermediate tokens.
+            norm: Normalize intermediate tokens.
             stop_early: Skip the blocks after the last requested one.
             output_fmt: ``'NCHW'``: maps, (B, T, C, H, W) of a clip and (B, C, H, W) of an image; ``'NLC'``:
                 (B, T * H * W, C).

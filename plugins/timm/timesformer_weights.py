@@ -19,7 +19,7 @@ WRAPPED = "model."
 
 
 def resized_in_time(time_embed: Tensor, frames: int) -> Tensor:
-    """Resize a time embedding (1, T, C) to another number of frames by nearest neighbours, as in the official code."""
+    """Resize a time embedding (1, T, C) to another number of frames by nearest neighbors, as in the official code."""
     if time_embed.shape[1] == frames:
         return time_embed
     return F.interpolate(time_embed.transpose(1, 2), size=frames, mode="nearest").transpose(1, 2)

@@ -91,7 +91,7 @@ class ViTAttention(GridAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the added parameters: see :meth:`reset_terms`. timm's rule initialises the projections."""
+        """Initialize the added parameters: see :meth:`reset_terms`. timm's rule initializes the projections."""
         self.reset_terms()
 
     init_weights = reset_parameters  # timm calls this after its rule for all linear layers, the tables among them

@@ -24,7 +24,7 @@ GEOMETRIES = [(3, 3, 1, 3), (7, 9, 1, 5), (7, 8, 2, 3), (6, 10, 3, 2)]  # H, W, 
 EVERY = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 
 
-def neighbours(index: int, size: int, kernel: int, dilation: int) -> list[int]:
+def neighbors(index: int, size: int, kernel: int, dilation: int) -> list[int]:
     own = list(range(index % dilation, size, dilation))
     first = max(0, min(own.index(index) - kernel // 2, len(own) - kernel))
     return own[first : first + kernel]
@@ -33,7 +33,7 @@ def neighbours(index: int, size: int, kernel: int, dilation: int) -> list[int]:
 def windows(H: int, W: int, dilation: int, kernel: int):
     """Yield each query and its taps' keys."""
     for y, x in itertools.product(range(H), range(W)):
-        rows, columns = neighbours(y, H, kernel, dilation), neighbours(x, W, kernel, dilation)
+        rows, columns = neighbors(y, H, kernel, dilation), neighbors(x, W, kernel, dilation)
         yield y, x, list(itertools.product(rows, columns))
 
 
@@ -83,7 +83,7 @@ def test_sequences():
     rpb, attn = drawn(3, 5), drawn(2, 3, 11, 3)
     logits, output = query.new_zeros(2, 3, 11, 3), torch.zeros_like(value)
     for x in range(11):
-        for t, c in enumerate(neighbours(x, 11, 3, 2)):
+        for t, c in enumerate(neighbors(x, 11, 3, 2)):
             logits[:, :, x, t] = (query[:, :, x] * key[:, :, c]).sum(-1) + rpb[:, (c - x) // 2 + 2]
             output[:, :, x] += attn[:, :, x, t, None] * value[:, :, c]
     torch.testing.assert_close(natten1dqkrpb(query, key, rpb, 3, 2), logits)

@@ -1,4 +1,4 @@
-"""A made-up captioned set: the colour of an image's regions and one of its attributes determine the caption."""
+"""A made-up captioned set: the color of an image's regions and one of its attributes determine the caption."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from torch.utils.data import DataLoader
 
 from attn_plugins.captioning.region_features import write_region_features
 
-COLOURS = ("red", "green", "blue", "black")
+COLORS = ("red", "green", "blue", "black")
 THINGS = ("dog", "cat", "bus", "kite", "boat")
 SPLITS = ("train", "train", "train", "restval", "val", "test")
 D = 6
 
 
 def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> Path:
-    """Write images 100, 101, ...: the largest channel of the regions gives the colour, an attribute gives the thing."""
+    """Write images 100, 101, ...: the largest channel of the regions gives the color, an attribute gives the thing."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
     images, annotations, splits, attributes, regions = [], [], [], {}, []
     for i in range(number):
-        image_id, colour, thing = 100 + i, i % len(COLOURS), (i // 2) % len(THINGS)
+        image_id, color, thing = 100 + i, i % len(COLORS), (i // 2) % len(THINGS)
         n = 1 + i % 3
         features = draw.normal(size=(n, D)).astype(np.float32) * 0.1
-        features[:, colour] += 3
+        features[:, color] += 3
         boxes = np.sort(draw.random((n, 2, 2)), 1).reshape(n, 4)
         regions.append((image_id, dict(features=features, boxes=boxes, scores=draw.random(n))))
         attributes[str(image_id)] = [["A", 0.2], [THINGS[thing], 0.9]]
         images.append({"id": image_id, "file_name": f"{image_id}.jpg"})
-        texts = (f"A {COLOURS[colour]} {THINGS[thing]}.", f"The {THINGS[thing]} is {COLOURS[colour]}!")
+        texts = (f"A {COLORS[color]} {THINGS[thing]}.", f"The {THINGS[thing]} is {COLORS[color]}!")
         for k, text in enumerate(texts):
             annotations.append({"id": 2 * i + k, "image_id": image_id, "caption": text})
         splits.append({"cocoid": image_id, "split": SPLITS[i % len(SPLITS)]})

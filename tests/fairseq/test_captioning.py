@@ -21,7 +21,7 @@ from attn_plugins.captioning.caption_files import described_by, words_of
 from attn_plugins.captioning.region_features import RegionFeatures
 from tests.captioning.read_only import read_only
 from tests.captioning.test_region_features import write
-from tests.fairseq.captioning_helpers import COLOURS, D, batches_of, change, task_of, write_images, write_json
+from tests.fairseq.captioning_helpers import COLORS, D, batches_of, change, task_of, write_images, write_json
 from tests.fairseq.console_helpers import in_one_process
 
 
@@ -220,7 +220,7 @@ def test_oracle_attributes(folder):
     task.load_dataset("valid")
     for i, image_id in enumerate(task.dataset("valid").image_ids):
         words = [task.dictionary[j] for j in task.dataset("valid")[i]["attributes"]]
-        assert COLOURS[(image_id - 100) % 4] in words
+        assert COLORS[(image_id - 100) % 4] in words
         assert len(words) == 2
     with pytest.raises(ValueError, match=r"--oracle-attributes replaces --attributes: .* got words\.json"):
         task_of(folder, oracle_attributes=True, attributes="words.json")

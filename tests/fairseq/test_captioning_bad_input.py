@@ -164,6 +164,6 @@ def test_a_dictionary_of_other_captions(folder, caplog):
     (folder / "dict.txt").write_text("a 9\nthe 8\ndog 3\ncat 3\nbus 3\nkite 3\nboat 3\n")
     with caplog.at_level(logging.WARNING, "attn_plugins"):
         task_of(folder).load_dataset("valid")
-    [told] = [record.message for record in caplog.records]  # of the 7 words of each image: the colour twice, and "is"
+    [told] = [record.message for record in caplog.records]  # of the 7 words of each image: the color twice, and "is"
     assert told.startswith("43 % of the words of valid are not in")
     assert "dict.txt: if it was made from other captions, delete it to rebuild it" in told

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.fairseq.fairseq_helpers import ENVIRONMENT, ROOT
-from tests.helpers.captioned_pictures import COLOURS, SHAPES, draw
+from tests.helpers.captioned_pictures import COLORS, SHAPES, draw
 
 pytest.importorskip("fairseq")
 
@@ -51,7 +51,7 @@ def test_the_documented_sequence(tmp_path):
         (tmp_path / name).symlink_to(ROOT / name)
     data = draw(tmp_path / "data/own", 36)
     shutil.copy(data / "images/000001.jpg", tmp_path / "photo.jpg")
-    words = {str(n): [[COLOURS[n % 4], 0.9], [SHAPES[n % 3], 0.8]] for n in range(1, 37)}
+    words = {str(n): [[COLORS[n % 4], 0.9], [SHAPES[n % 3], 0.8]] for n in range(1, 37)}
     (data / "attributes.json").write_text(json.dumps(words))
     (tmp_path / "attributes.json").write_text(json.dumps({"photo": words["1"]}))
     regions, first, second, generated, captioned = [run(command, tmp_path) for command in commands()]

@@ -140,7 +140,7 @@ def test_query_and_key_content_is_fairseqs_transformer(normalize_before, biases)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_quantisation_noise_reaches_every_projection(kind):
+def test_quantization_noise_reaches_every_projection(kind):
     model = build(kind, cross_attention="1111", deformable=True, quant_noise_pq=0.5)
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     before = {name: layer.weight.clone() for name, layer in layers.items()}

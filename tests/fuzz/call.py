@@ -50,7 +50,7 @@ class Call:
     mixes: bool = False  # tensors may have different floating dtypes
     differentiated: list[str] = field(default_factory=list)
     backend: str | None = None  # None: the default one
-    deterministic: bool = False  # in torch's deterministic mode, where uninitialised memory is NaN
+    deterministic: bool = False  # in torch's deterministic mode, where uninitialized memory is NaN
     workspace: int | None = None  # bytes of logits that plain PyTorch materialises at once; None: the default
     grad: Any = None  # of the output
     source: Any = None  # the Draw that it comes from

@@ -96,13 +96,13 @@ def check_module(
         assert error < tolerance, f"{name}: relative error {error:.2g}, allowed {tolerance:.2g}"
 
 
-def randomised(module: nn.Module, std: float = 0.3) -> nn.Module:
-    """Draw every parameter at random, so that none is zero or an identity. Normalisation scales stay near 1."""
+def randomized(module: nn.Module, std: float = 0.3) -> nn.Module:
+    """Draw every parameter at random, so that none is zero or an identity. Normalization scales stay near 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for part in module.modules():
-            normalises = isinstance(part, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm))
+            normalizes = isinstance(part, (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm))
             for name, parameter in part.named_parameters(recurse=False):
-                drawn = torch.randn(parameter.shape, generator=generator) * (0.1 if normalises else std)
-                parameter.copy_(drawn + (normalises and name == "weight"))
+                drawn = torch.randn(parameter.shape, generator=generator) * (0.1 if normalizes else std)
+                parameter.copy_(drawn + (normalizes and name == "weight"))
     return module

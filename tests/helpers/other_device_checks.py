@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attn_plugins import ops
 from tests.helpers import other_device
-from tests.helpers.cuda_checks import floating, randomised
+from tests.helpers.cuda_checks import floating, randomized
 from tests.helpers.module_inputs import inputs
 from tests.helpers.other_device import CALLS, DEVICE, back, elsewhere
 from tests.helpers.public_modules import MODULES, VARIANTS
@@ -44,7 +44,7 @@ def modules(others: bool = False) -> None:
     """Every module, forward and backward, and its maps of attention; with ``others``, the rest of the variants."""
     quick = [*MODULES, "NonLocal2d, concatenation"]
     for name in [name for name in VARIANTS if name not in quick] if others else quick:
-        module = randomised(VARIANTS[name]()).eval()
+        module = randomized(VARIANTS[name]()).eval()
         expected = _results(module, inputs(name))
         moved = other_device.move(copy.deepcopy(module))
         close(name, _results(moved, elsewhere(inputs(name))), expected)

@@ -66,8 +66,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "DeformableConv1d, modulated": dict(modulated=True),
     "DeformableConv2d, modulated": dict(modulated=True),
     "DynamicConv1d, causal": dict(causal=True),
-    "DynamicConv2d, normalised": dict(norm_layer=nn.BatchNorm2d),
-    "GeneralizedAttention2d, normalised": dict(norm_layer=nn.BatchNorm2d),
+    "DynamicConv2d, normalized": dict(norm_layer=nn.BatchNorm2d),
+    "GeneralizedAttention2d, normalized": dict(norm_layer=nn.BatchNorm2d),
     "GeneralizedAttention2d, 0010": dict(attention_type="0010"),
     "GeneralizedAttention2d, 0110": dict(attention_type="0110"),
     "GeneralizedAttention2d, range": dict(spatial_range=5),
@@ -87,7 +87,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "NonLocal1d, gaussian": dict(mode="gaussian", sub_sample=True),
     "NonLocal2d, concatenation": dict(mode="concatenation"),
     "NonLocal2d, dot product": dict(mode="dot_product"),
-    "NonLocal2d, normalised": dict(norm_layer=nn.BatchNorm2d),
+    "NonLocal2d, normalized": dict(norm_layer=nn.BatchNorm2d),
     "NonLocal2d, relative": dict(position="relative", input_size=(5, 7)),
     "NonLocal2d, sub-sampled": dict(mode="gaussian", sub_sample=True),
     "NonLocal3d, concatenation": dict(mode="concatenation"),
@@ -126,7 +126,7 @@ IDENTITIES = ["BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttenti
 
 
 def often(*names: str, never: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrise a costly test by these variants, and by one of every other class where slow tests run."""
+    """Parametrize a costly test by these variants, and by one of every other class where slow tests run."""
     others = [name for name in MODULES if name not in (*names, *never)]
     return pytest.mark.parametrize("name", [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)])
 

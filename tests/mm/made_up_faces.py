@@ -39,7 +39,7 @@ def draw_face(rng, H, W):
 
 
 def photograph(rng, labels, palette):
-    """Return the face in the colours of its palette, with noise."""
+    """Return the face in the colors of its palette, with noise."""
     pixels = np.asarray(palette)[labels] + rng.normal(0, 12, (*labels.shape, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
@@ -78,6 +78,6 @@ def lfw_folder(parent):
             truth[name] = np.select([labels == 0, labels == 10], [0, 2], 1).astype(np.uint8)
             (folder / "lfw_funneled" / person).mkdir(parents=True, exist_ok=True)
             photograph(rng, labels, tool.HELEN_PALETTE).save(folder / f"lfw_funneled/{person}/{name}.jpg")
-            colours = np.asarray([[0, 0, 255], [0, 255, 0], [255, 0, 0]], np.uint8)[truth[name]]
-            Image.fromarray(colours).save(folder / f"parts_lfw_funneled_gt_images/{name}.ppm")
+            colors = np.asarray([[0, 0, 255], [0, 255, 0], [255, 0, 0]], np.uint8)[truth[name]]
+            Image.fromarray(colors).save(folder / f"parts_lfw_funneled_gt_images/{name}.ppm")
     return folder, truth

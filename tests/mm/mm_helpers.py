@@ -66,24 +66,24 @@ def narrow(config: Any) -> Any:
 
 
 def demo_batch(toolkit: str, size: tuple[int, int], count: int = 1, classes: int = 80) -> dict[str, list]:
-    """Return random pictures with two labelled objects each, in the format of mmdet's or mmseg's collate function."""
+    """Return random pictures with two labeled objects each, in the format of mmdet's or mmseg's collate function."""
     H, W = size
     shapes = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size)
     labels, masks = torch.tensor([3, 7]) % classes, torch.zeros(2, H, W, dtype=torch.bool)
     masks[0, H // 10 : H // 2, W // 6 : W // 2] = masks[1, H // 2 : H - 6, W // 2 : W - 8] = True
-    labelled = (labels[:, None, None] * masks).sum(0, keepdim=True)
+    labeled = (labels[:, None, None] * masks).sum(0, keepdim=True)
     batch: dict[str, list] = dict(inputs=[], data_samples=[])
     for _ in range(count):
         batch["inputs"].append(torch.randint(0, 256, (3, H, W), dtype=torch.uint8))
         if toolkit == "mmseg":
-            sample: Any = SegDataSample(metainfo=dict(shapes), gt_sem_seg=PixelData(data=labelled))
+            sample: Any = SegDataSample(metainfo=dict(shapes), gt_sem_seg=PixelData(data=labeled))
         else:
             sample = DetDataSample(metainfo=dict(shapes, scale_factor=(1.0, 1.0), img_id=0))
             boxes = torch.tensor([[W // 6, H // 10, W // 2, H // 2], [W // 2, H // 2, W - 8, H - 6]]).float()
             bitmaps = BitmapMasks(masks.numpy().astype("uint8"), H, W)
             sample.gt_instances = InstanceData(bboxes=boxes, labels=labels, masks=bitmaps)
             sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
-            sample.gt_sem_seg = PixelData(sem_seg=labelled)
+            sample.gt_sem_seg = PixelData(sem_seg=labeled)
         batch["data_samples"].append(sample)
     return batch
 

@@ -72,7 +72,7 @@ def opened(model: nn.Module) -> nn.Module:
 
 
 def test_the_start_is_upstreams_and_its_checkpoint_loads_strictly():
-    """mmdet reinitialises every parameter of two or more dimensions, but the gates stay closed."""
+    """mmdet reinitializes every parameter of two or more dimensions, but the gates stay closed."""
     stock, model = build(), build(ours())
     assert sorted(exchanged(model)) == [f"encoder.layers.{n}.self_attn.attn" for n in range(2)]
     assert all(layer.row_table.weight.std() > 0.01 for layer in exchanged(model).values())
@@ -182,7 +182,7 @@ DEFORMABLE = dict(name="deformable_detr/deformable-detr_r50_16xb2-50e_coco", of=
 
 
 def test_deformable_attention_takes_key_saliency():
-    """The layer starts as upstream's, including its initialisation, and loads upstream's checkpoint strictly."""
+    """The layer starts as upstream's, including its initialization, and loads upstream's checkpoint strictly."""
     stock = build(**DEFORMABLE)
     model = build({ENCODER: dict(type="MultiScaleDeformableAttention", key_saliency=True)}, **DEFORMABLE)
     layers = [layer.self_attn for layer in model.encoder.layers]

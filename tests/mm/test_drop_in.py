@@ -28,7 +28,7 @@ def narrow(name: str) -> Config:
     return config
 
 
-def randomise(model: torch.nn.Module) -> None:
+def randomize(model: torch.nn.Module) -> None:
     """Give parameters that start at zero random values, so that attention and offsets have an effect."""
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -41,7 +41,7 @@ def randomise(model: torch.nn.Module) -> None:
 def test_upstream_config_has_the_same_outputs_and_gradients(name, by):
     torch.manual_seed(0)
     model = MMDET_MODELS.build(narrow(name).model).eval()
-    randomise(model)
+    randomize(model)
     model.double()
     layers = [name for name, m in model.named_modules() if type(m) in STOCK.values()]
     assert len(layers) == (9 + 13 if "dcn" in name else 9)
@@ -74,7 +74,7 @@ def test_upstream_config_has_the_same_outputs_and_gradients(name, by):
 def test_what_mmcv_computes_otherwise_than_the_paper_stays(attention_type):
     """A model may have been trained with it; ``GeneralizedAttention2d.mmcv_compatible`` computes the paper's terms."""
     layer = STOCK["GeneralizedAttention"](16, num_heads=2, kv_stride=1, attention_type=attention_type)
-    randomise(layer)
+    randomize(layer)
     x = torch.rand(1, 16, 6, 6)
     expected = layer(x)
     with pytest.raises(ValueError, match="must contain layers to accelerate"):
@@ -88,7 +88,7 @@ def test_what_mmcv_computes_otherwise_than_the_paper_stays(attention_type):
 
 def test_accelerated_attention_can_be_looked_at():
     model = torch.nn.Sequential(STOCK["GeneralizedAttention"](16, num_heads=2), STOCK["CrissCrossAttention"](16))
-    randomise(model)
+    randomize(model)
     accelerate(model)
     with capture_attention(model) as captured:
         model(torch.rand(1, 16, 5, 7))

@@ -44,7 +44,7 @@ def narrow_swin(model: Config, package: str) -> None:
         model.roi_head.bbox_head.update(in_channels=32, fc_out_channels=32)
         model.roi_head.mask_head.update(in_channels=32, conv_out_channels=16)
     else:
-        model.decode_head.update(in_channels=widths, channels=16, pool_scales=(2, 3))  # 1 fails: one value to normalise
+        model.decode_head.update(in_channels=widths, channels=16, pool_scales=(2, 3))  # 1 fails: one value to normalize
         model.auxiliary_head.update(in_channels=64, channels=16)
 
 

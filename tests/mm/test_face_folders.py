@@ -32,7 +32,7 @@ def test_helen_is_split_as_published_and_the_most_probable_label_wins(helen, tmp
         assert copied.read_bytes() == (source / f"images/{name}.jpg").read_bytes()
 
 
-def test_lfw_pl_is_split_as_published_and_its_colours_become_labels(lfw, tmp_path):
+def test_lfw_pl_is_split_as_published_and_its_colors_become_labels(lfw, tmp_path):
     source, truth = lfw
     assert tool.build("lfw_pl", source, tmp_path / "out") == {"train": 2, "val": 1, "test": 1}
     for name, split in (

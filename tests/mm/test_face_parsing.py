@@ -58,8 +58,8 @@ def test_the_pipeline_loads_helen_and_a_mirror_swaps_left_and_right(helen, tmp_p
 
 def test_classes_and_palettes_are_those_of_the_converter():
     assert len(HELENDataset.METAINFO["classes"]) == tool.HELEN_MAPS == len(tool.HELEN_PALETTE)
-    assert [tuple(colour) for colour in HELENDataset.METAINFO["palette"]] == list(tool.HELEN_PALETTE)
-    assert [tuple(colour) for colour in LFWPLDataset.METAINFO["palette"]] == list(tool.LFW_PL_COLOURS)
+    assert [tuple(color) for color in HELENDataset.METAINFO["palette"]] == list(tool.HELEN_PALETTE)
+    assert [tuple(color) for color in LFWPLDataset.METAINFO["palette"]] == list(tool.LFW_PL_COLORS)
     assert LFWPLDataset.METAINFO["classes"] == ("background", "skin", "hair")
 
 

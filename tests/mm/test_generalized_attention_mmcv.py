@@ -14,7 +14,7 @@ RIGHT_IN_MMCV = [s for s in SETTINGS if s not in WRONG_IN_MMCV]
 
 
 def pair(in_channels=20, num_heads=3, **options):
-    """Return mmcv's module, fully randomised, and ours with its weights."""
+    """Return mmcv's module, fully randomized, and ours with its weights."""
     peer = GeneralizedAttention(in_channels, num_heads=num_heads, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

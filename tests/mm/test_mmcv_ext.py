@@ -316,7 +316,7 @@ def test_masked_convolution() -> None:
     assert not layer(x, torch.zeros(1, 6, 7)).any()
 
 
-def test_synchronised_batch_norm_of_one_process_is_batch_norm() -> None:
+def test_synchronized_batch_norm_of_one_process_is_batch_norm() -> None:
     x = (3 * torch.randn(4, 5, 6, 7) + 1).requires_grad_()
     running = [torch.randn(5), torch.rand(5), torch.randn(5), torch.rand(5)]
     weight, bias = leaf(5), leaf(5)

@@ -92,14 +92,14 @@ def actual(path: Path) -> dict[str, Any]:
         **proposals(config),
         "scale": transform(config, "RandomResize", "ratio_range"),
         "crop": transform(config, "RandomCrop", "crop_size"),
-        "colours": any(step["type"] == "PhotoMetricDistortion" for step in config.train_dataloader.dataset.pipeline),
+        "colors": any(step["type"] == "PhotoMetricDistortion" for step in config.train_dataloader.dataset.pipeline),
         "batch": config.train_dataloader.batch_size * gpus(path),
         "test": config.model.get("test_cfg", {}).get("mode"),
         "pretrained": config.model.get("pretrained") or config.model.backbone.get("init_cfg"),
     }
 
 
-OPTIONAL = {"colours", "pretrained", "proposals", "proposal_iou", "samples"}  # values that only some papers print
+OPTIONAL = {"colors", "pretrained", "proposals", "proposal_iou", "samples"}  # values that only some papers print
 
 
 def test_a_config_is_its_papers():

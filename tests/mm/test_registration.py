@@ -78,7 +78,7 @@ def test_bad_arguments_surface_with_their_names():
         resnet(dcn=dict(type="DeformableConv2d", offset_groups=3), stage_with_dcn=(False, False, True, True))
 
 
-def test_initialised_from_scratch_the_block_still_starts_as_the_plain_one():
+def test_initialized_from_scratch_the_block_still_starts_as_the_plain_one():
     torch.manual_seed(0)
     attended = resnet(**ATTENDED)
     attended.init_weights()  # Kaiming for every Conv2d, including predictors and projections
@@ -98,7 +98,7 @@ def assert_same_as_plain(attended):
     assert unexpected
     x = torch.randn(1, 3, 64, 96)
     for block in [*attended.modules(), *plain.modules()]:
-        if hasattr(block, "norm3_name"):  # zero-initialised, which would hide the effect of the block
+        if hasattr(block, "norm3_name"):  # zero-initialized, which would hide the effect of the block
             torch.nn.init.ones_(block.norm3.weight)
     attended.eval()
     plain.eval()

@@ -43,7 +43,7 @@ def _rates(dcn, constructor, rules):
 
 
 @pytest.mark.parametrize("name", ["DynamicConv2d", "GeneralizedAttention2d", "LocalBilateralConv2d"])
-def test_converted_and_fused_normalisations_compute_the_same(name):
+def test_converted_and_fused_normalizations_compute_the_same(name):
     shape = dict(out_channels=16, kernel_size=3, padding=1) if name == "LocalBilateralConv2d" else {}
     norm = {} if shape else dict(norm_cfg=dict(type="SyncBN"))
     layer = revert_sync_batchnorm(MODELS.build(dict(type=name, in_channels=16, **shape, **norm)))

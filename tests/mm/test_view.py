@@ -137,7 +137,7 @@ def test_what_a_detectors_convolutions_read_is_drawn(tmp_path, digits, capsys):
     arguments += ["--output", tmp_path / "out", "--follow"]
     assert run(*arguments, 2, "--pixels", "40,50", "--layers", "*layer3.0.conv2") == 0
     caption, file = capsys.readouterr().out.splitlines()[-2:]
-    assert "the dots of its colour are the 9 points that it reads. Right: where " in caption
+    assert "the dots of its color are the 9 points that it reads. Right: where " in caption
     assert file == str(tmp_path / "out/sampling.png")
     picture = np.asarray(Image.open(file).convert("RGB"))
     assert picture.shape[1] > picture.shape[0] > 200

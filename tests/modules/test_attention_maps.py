@@ -26,7 +26,7 @@ from attn_plugins.modules import (
 )
 from attn_plugins.modules.common.capture import softmax_over_keys
 from tests.helpers.attention_terms import BOTH, NAMES, SILENT, entry
-from tests.helpers.cuda_checks import moved, randomised
+from tests.helpers.cuda_checks import moved, randomized
 from tests.helpers.module_inputs import inputs
 from tests.helpers.public_modules import VARIANTS
 
@@ -114,7 +114,7 @@ def _channels_second(heads: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("name", LAYERS)
 def test_weights_make_the_output_and_logits_the_weights(name):
-    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    layer = randomized(LAYERS[name](dtype=torch.float64)).eval()
     args, kwargs = moved(inputs(name), "cpu", torch.float64)
     with capture_attention(nn.ModuleDict({"layer": layer})) as captured:
         output = layer(*args, **kwargs)
@@ -160,7 +160,7 @@ def test_weights_make_the_output_and_logits_the_weights(name):
     for part, of_some in zip(parts.values(), captured["layer"].parts(asked).values(), strict=True):
         torch.testing.assert_close(of_some, at(part))
         assert name in BELOW_ONE or torch.allclose(part.sum(whole_keys), torch.ones_like(totals))
-    if parts and name not in BELOW_ONE:  # the normalised product of softmaxes is the softmax of the sum
+    if parts and name not in BELOW_ONE:  # the normalized product of softmaxes is the softmax of the sum
         product = torch.stack([*parts.values()]).prod(0)
         torch.testing.assert_close(product / product.sum(whole_keys, keepdim=True), maps)
 
@@ -198,7 +198,7 @@ def one_term(build: Any, layer: nn.Module, term: str) -> nn.Module:
 @pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith(("General", "MultiheadSpatial"))])
 def test_a_term_is_that_of_a_module_without_the_others(name):
     """Also with a context or a source, padded on the left."""
-    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    layer = randomized(LAYERS[name](dtype=torch.float64)).eval()
     x, source = torch.randn(2, 7, 16, dtype=torch.float64), torch.randn(2, 5, 16, dtype=torch.float64)
     calls = [moved(inputs(name), "cpu", torch.float64)]
     if name.startswith("General"):
@@ -220,7 +220,7 @@ TWO_TERMS = [name for name in LAYERS if entry(NAMES, name) in (BOTH, "content ge
 @torch.no_grad()
 @pytest.mark.parametrize("name", TWO_TERMS)
 def test_a_term_is_what_is_left_without_the_other(name):
-    layer = randomised(LAYERS[name](dtype=torch.float64)).eval()
+    layer = randomized(LAYERS[name](dtype=torch.float64)).eval()
     args, kwargs = moved(inputs(name), "cpu", torch.float64)
     logits = layer.attention_logits(*args, **kwargs)
     (content, position), before = logits.values(), copy.deepcopy(layer.state_dict())
@@ -242,7 +242,7 @@ def test_a_term_is_what_is_left_without_the_other(name):
 @pytest.mark.parametrize("shift", [(0, 0), (1, 1)])
 def test_a_part_of_windows_is_what_it_is_without_the_others(shift):
     options = dict(embed_dim=12, num_heads=3, window_size=(2, 3), shift_size=shift, dtype=torch.float64)
-    layer, x = randomised(WindowSelfAttention(**options)), torch.randn(2, 3, 5, 12, dtype=torch.float64)  # with padding
+    layer, x = randomized(WindowSelfAttention(**options)), torch.randn(2, 3, 5, 12, dtype=torch.float64)  # with padding
     parts, plain = layer.attention_parts(x), WindowSelfAttention(**options, position="none")
     plain.load_state_dict({name: value for name, value in layer.state_dict().items() if "table" not in name})
     torch.testing.assert_close(parts["content"], plain.attention_maps(x))
@@ -266,7 +266,7 @@ def test_a_part_of_windows_is_what_it_is_without_the_others(shift):
 )
 def test_tokens_on_a_grid(options, prefix, masks):
     build = partial(SpatialSelfAttention, 8, 2, **options)
-    layer, T = randomised(build(dtype=torch.float64)), prefix + 6
+    layer, T = randomized(build(dtype=torch.float64)), prefix + 6
     x = torch.randn(2, T, 8, dtype=torch.float64)
     given = dict(grid=(2, 3), prefix_tokens=prefix)
     if masks == "padding":

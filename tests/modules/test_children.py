@@ -1,4 +1,4 @@
-"""Projections are called, not their weights read: adapted, quantised, offloaded or observed, they do their part."""
+"""Projections are called, not their weights read: adapted, quantized, offloaded or observed, they do their part."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def test_adapted_projections(name):
 
 
 @pytest.mark.parametrize("name", [name for name in LINEAR if name in MODULES])
-def test_dynamic_quantisation(name):
+def test_dynamic_quantization(name):
     module = made(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the interface's future
-        quantised = torch.ao.quantization.quantize_dynamic(module, {nn.Linear})
-    assert not any(type(m) is nn.Linear for m in quantised.modules())
-    for actual, expected in zip(called(quantised, name), called(module, name)):
+        quantized = torch.ao.quantization.quantize_dynamic(module, {nn.Linear})
+    assert not any(type(m) is nn.Linear for m in quantized.modules())
+    for actual, expected in zip(called(quantized, name), called(module, name)):
         assert 0 < (actual - expected).norm() < 0.1 * expected.norm()
 
 

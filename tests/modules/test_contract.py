@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from attn_plugins import modules, ops
-from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, randomised, results  # noqa: F401
+from tests.helpers.cuda_checks import check_module, floating, moved, no_tf32, randomized, results  # noqa: F401
 from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has_format
 from tests.helpers.module_inputs import INPUTS, inputs
 from tests.helpers.operator_checks import DEVICES
@@ -47,7 +47,7 @@ def factor(name: str) -> float:
 
 def made(name: str, **options: Any) -> nn.Module:
     """Return a variant in evaluation mode, with random parameters that all have an effect."""
-    return randomised(VARIANTS[name](**options)).eval()
+    return randomized(VARIANTS[name](**options)).eval()
 
 
 def call(module: nn.Module, arguments: tuple[Any, Any]) -> list[Tensor]:
@@ -139,7 +139,7 @@ def test_gradients_with_a_graph_equal_those_without(name):
     for _ in range(2 if parameters else 0):
         grads = torch.autograd.grad(total, parameters, create_graph=True, **options)
         without = torch.autograd.grad(total, parameters, retain_graph=True, **options)
-        # PyTorch's second derivative of a normalised vector of zeros, as Swin V2's keys of padding are, is NaN.
+        # PyTorch's second derivative of a normalized vector of zeros, as Swin V2's keys of padding are, is NaN.
         torch.testing.assert_close(without, grads, equal_nan=name.startswith("WindowSelfAttention"))
         total = sum(g.square().sum() for g in grads)
 
@@ -264,7 +264,7 @@ LARGE = {
 def test_larger_maps_in_both_memory_formats(name, dtype, layout, device):
     torch.manual_seed(0)
     x = torch.randn(2, 64, 33, 50).contiguous(memory_format=FORMATS[layout])
-    module = randomised(LARGE[name](), 0.05)
+    module = randomized(LARGE[name](), 0.05)
     check_module(module, ((x,), {}), device, dtype, factor=factor(name))
     assert has_format(module.to(device, dtype)(x.to(device, dtype)), layout)
 
@@ -361,8 +361,8 @@ def test_the_start_is_the_identity_or_a_convolution_also_after_a_reset_in_any_or
 
     torch.testing.assert_close(module(x), start(), rtol=0, atol=0 if name in UNCHANGING else 1e-6)
     for parts in (list(module.modules())[::-1], list(module.modules())):
-        if parts[0] is module and "normalised" in name:
-            continue  # a normalisation would draw its weight again
+        if parts[0] is module and "normalized" in name:
+            continue  # a normalization would draw its weight again
         spoil(module)
         assert not torch.allclose(module(x), x)
         for part in parts:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from attn_plugins import ops
 from attn_plugins.modules import SpaceTimeSelfAttention, SpatialSelfAttention
 from tests.helpers import module_inputs
-from tests.helpers.cuda_checks import check_module, floating, no_tf32, randomised  # noqa: F401
+from tests.helpers.cuda_checks import check_module, floating, no_tf32, randomized  # noqa: F401
 from tests.helpers.memory_format_checks import FORMATS, has_format
 from tests.helpers.module_inputs import drawn, inputs
 from tests.helpers.operator_checks import DEVICES
@@ -61,7 +61,7 @@ def test_compiled(name, device):
     torch._dynamo.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = partial(torch.compile, backend=backend, fullgraph=True)
-    check_module(randomised(VARIANTS[name]()).eval(), inputs(name), device, torch.float32, compiled=compiled)
+    check_module(randomized(VARIANTS[name]()).eval(), inputs(name), device, torch.float32, compiled=compiled)
 
 
 # torch's guards on the sizes of named tuples' fields are no valid Python.

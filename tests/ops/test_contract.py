@@ -262,7 +262,7 @@ def test_threads_change_nothing(name):
     "name, dtype", [*((n, torch.float32) for n in EXAMPLES), *((n, torch.bfloat16) for n in OPERATORS)], ids=str
 )
 def test_deterministic_mode(name, dtype, device):
-    """Two runs give identical bits, and nothing depends on uninitialised memory, which this mode fills with NaN."""
+    """Two runs give identical bits, and nothing depends on uninitialized memory, which this mode fills with NaN."""
     some = example(name, "large", device, dtype)
     expected = results(some)
     with deterministic_mode():

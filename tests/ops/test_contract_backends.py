@@ -195,7 +195,7 @@ WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
 
 @by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON)
 def test_scales(name, backend, device, dtype):
-    """A scale of 0 makes no use of uninitialised memory, which deterministic mode fills with NaN."""
+    """A scale of 0 makes no use of uninitialized memory, which deterministic mode fills with NaN."""
     some = drawn(name, backend, device, dtype)
     for scale in (0.0, -0.5):
         exact = {n: t.double() if t.is_floating_point() else t for n, t in some.tensors.items()}

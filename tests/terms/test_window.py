@@ -1,4 +1,4 @@
-"""Masks of shifted windows: neighbouring pixels of a rolled map."""
+"""Masks of shifted windows: neighboring pixels of a rolled map."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def build(name: str, **options) -> nn.Module:
         for key, parameter in model.named_parameters():
             if "relative_position" in key or "rel_pos" in key or "q_bias" in key or "cpb_mlp" in key:
                 nn.init.normal_(parameter, std=0.3)
-            elif "norm" in key and key.endswith("weight"):  # 0 at initialisation in Swin V2's blocks
+            elif "norm" in key and key.endswith("weight"):  # 0 at initialization in Swin V2's blocks
                 nn.init.uniform_(parameter, 0.5, 1.5)
     return model.double()
 

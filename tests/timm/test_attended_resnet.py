@@ -64,7 +64,7 @@ def test_stock_weights_load_give_the_same_logits_and_learn(name, options):
 
 
 @pytest.mark.parametrize("zero_init_last", [True, False])
-def test_initialisation_leaves_the_start_an_identity(zero_init_last):
+def test_initialization_leaves_the_start_an_identity(zero_init_last):
     model = timm.create_model("attn0010_dcn_resnet50", zero_init_last=zero_init_last)
     deformable = [m for m in model.modules() if isinstance(m, DeformableConv2d)]
     attention = [m for m in model.modules() if isinstance(m, GeneralizedAttention2d)]
@@ -103,7 +103,7 @@ def test_layers_of_the_attention_type(attention_type, deformable):
     assert isinstance(block.conv2, DeformableConv2d) == deformable
     if attention_type == "0100":
         assert block.attention.spatial_range == 5
-    if attention_type == "bi-cc":  # keeps its own initialisation
+    if attention_type == "bi-cc":  # keeps its own initialization
         layer = timm.create_model("attn_resnet50", **BI_CC, **SHALLOW).layer3[0].attention
         assert (layer.outside, layer.kernel_size) == ("zero", (5, 5))
         assert layer.value_conv.weight.abs().max() <= layer.in_channels**-0.5

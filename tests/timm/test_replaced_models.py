@@ -1,4 +1,4 @@
-"""Our models and timm's with our attention: whoever hooks, replaces, wraps or quantises a part gets what timm's do."""
+"""Our models and timm's with our attention: whoever hooks, replaces, wraps or quantizes a part gets what timm's do."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def build(name: str, **options) -> nn.Module:
     torch.manual_seed(0)
     model = timm.create_model(name, **{**SMALL, "drop_path_rate": 0.0, **options}).double().eval()
     for key, parameter in model.named_parameters():
-        if "norm" in key and key.endswith("weight"):  # 0 at initialisation in V2's blocks
+        if "norm" in key and key.endswith("weight"):  # 0 at initialization in V2's blocks
             nn.init.uniform_(parameter, 0.5, 1.5)
         elif parameter.dim() == 1 or "table" in key or "cpb_mlp" in key:
             nn.init.normal_(parameter, std=0.3)

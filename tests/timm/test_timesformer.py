@@ -168,7 +168,7 @@ def test_pictures_of_other_sizes():
     torch.testing.assert_close(model(clip(H=48)), wide(clip(H=48)))
 
 
-# --- initialisation ---------------------------------------------------------------------------------------------------
+# --- initialization ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -22,7 +22,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "vit_small_patch16_rope_mixed_224": {},  # rotary positions of each block
     "eva_giant_patch14_224": {},
     "vit_base_patch16_siglip_224": {},  # no class token, pooled by attention
-    "vit_base_patch16_clip_224": {},  # a normalisation before the blocks
+    "vit_base_patch16_clip_224": {},  # a normalization before the blocks
     "deit_tiny_distilled_patch16_224": {},  # two class tokens
     "deit3_small_patch16_224": {},
     "vit_pe_core_tiny_patch16_384": {},

@@ -13,7 +13,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 import attn_plugins.fairseq  # noqa: F401
-from tests.helpers.captioned_pictures import COLOURS, SHAPES, draw
+from tests.helpers.captioned_pictures import COLORS, SHAPES, draw
 from tools.caption.__main__ import main
 from tools.caption.backbones import TimmBackbone
 from tools.pictures import open_picture
@@ -39,7 +39,7 @@ def checkpoint(path: Path, data: Path, *options: str, seed: int = 0) -> Path:
 def create(folder: Path) -> Path:
     """Create a data folder of 12 pictures in ``folder``, and beside it the pictures' attributes by name and models."""
     data = draw(folder / "data")
-    words = {i: [[COLOURS[i % 4], 0.9], [SHAPES[i % 3], 0.8]] for i in range(1, 13)}
+    words = {i: [[COLORS[i % 4], 0.9], [SHAPES[i % 3], 0.8]] for i in range(1, 13)}
     (data / "attributes.json").write_text(json.dumps(words))
     (folder / "attributes.json").write_text(json.dumps({f"{i:06}": own for i, own in words.items()}))
     torch.manual_seed(0)

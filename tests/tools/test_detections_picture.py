@@ -65,8 +65,8 @@ def test_a_picture_of_right_wrong_and_missed(tmp_path, monkeypatch):
     )
     assert texts == [line, "cat 0.80", "cat 0.50 (dog)"]
     pixels = np.asarray(Image.open(tmp_path / "out.png"))
-    for colour in (RIGHT, WRONG):
-        assert (pixels == ImageColor.getrgb(colour)).all(-1).sum() > 1000
+    for color in (RIGHT, WRONG):
+        assert (pixels == ImageColor.getrgb(color)).all(-1).sum() > 1000
 
 
 @pytest.mark.parametrize("number", [1, 3, 4, 6])

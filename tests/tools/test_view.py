@@ -132,7 +132,7 @@ def test_the_uniform_weight_counts_the_keys_of_a_query(layer, keys):
     ],
 )
 def test_parts(name, options, size, titles, photograph):
-    """The normalised product of the terms' softmaxes is the softmax of the sum of their logits."""
+    """The normalized product of the terms' softmaxes is the softmax of the sum of their logits."""
     seen = models.view_timm(sharp(name, **options), open_picture(photograph), [], size)
     queries, call = torch.tensor([[1, 2], [0, 0]]), seen.layers[-1]
     parts = layers.parts(call, queries)

@@ -112,7 +112,7 @@ def passes_of_operator(name: str) -> dict[str, Callable[[], Any]]:
 
 
 def passes_of_model(name: str) -> dict[str, Callable[[], Any]]:
-    """Return a prediction without gradients, and a training step up to the gradients, without an optimiser."""
+    """Return a prediction without gradients, and a training step up to the gradients, without an optimizer."""
     import timm
 
     import attn_plugins.timm  # noqa: F401

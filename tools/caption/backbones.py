@@ -74,13 +74,13 @@ class TimmBackbone(nn.Module):
         self.model.load_state_dict({key: weights[key] for key in wanted})
 
     def prepare(self, picture: Image.Image) -> Tensor:
-        """Stretch the whole picture, in RGB, to ``size`` and normalise it: (3, H, W)."""
+        """Stretch the whole picture, in RGB, to ``size`` and normalize it: (3, H, W)."""
         H, W = self.size
         array = np.asarray(picture.resize((W, H), Image.Resampling.BICUBIC), np.float32) / 255
         return torch.from_numpy(((array - self.mean) / self.std).transpose(2, 0, 1).copy())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Compute the feature map, (Tensor[B, C, h, w]), of normalised images, (Tensor[B, 3, H, W])."""
+        """Compute the feature map, (Tensor[B, C, h, w]), of normalized images, (Tensor[B, 3, H, W])."""
         x = self.model.forward_features(images)
         C = self.num_features
         if x.ndim == 4:

@@ -1,6 +1,6 @@
 """Create a small detection and segmentation set from real images, without downloads.
 
-scikit-learn's 1,797 handwritten digits are enlarged, slightly rotated, coloured and pasted on crops of the photographs
+scikit-learn's 1,797 handwritten digits are enlarged, slightly rotated, colored and pasted on crops of the photographs
 in scikit-learn and scikit-image. Train and val share neither a digit sample nor a photograph pixel. The set consists
 of images, COCO annotations (boxes, run-length masks, ten classes) and semantic label images (0 is background, digit d
 is d + 1)::
@@ -46,7 +46,7 @@ LARGEST = int((min(min(size) for size in SIZES) - 2) / 2**0.5)  # a rotated digi
 DIGITS_PER_IMAGE = (2, 6)
 ZOOM = (1.0, 1.6)  # pixels of the photograph per pixel of a crop
 TRAIN_WIDTH, GAP = 0.66, 0.02  # share of each photograph's width for training crops, then unused columns
-MIN_CONTRAST = 90.0  # between the colours of a digit and the mean below it, in grey levels
+MIN_CONTRAST = 90.0  # between the colors of a digit and the mean below it, in grey levels
 PHOTOGRAPHS = (
     "china", "flower", "astronaut", "chelsea", "coffee", "rocket", "camera", "coins", "brick", "grass", "gravel",
 )  # fmt: skip
@@ -148,12 +148,12 @@ def crop_background(rng: np.random.Generator, regions: list[np.ndarray], size: t
     return pixels[:, ::-1] if rng.random() < 0.5 else pixels
 
 
-def contrasting_colour(rng: np.random.Generator, below: np.ndarray) -> np.ndarray:
+def contrasting_color(rng: np.random.Generator, below: np.ndarray) -> np.ndarray:
     grey = below.reshape(-1, 3).mean(0) @ (0.299, 0.587, 0.114)
     while True:
-        colour = rng.uniform(0, 255, 3)
-        if abs(colour @ (0.299, 0.587, 0.114) - grey) >= MIN_CONTRAST:
-            return colour
+        color = rng.uniform(0, 255, 3)
+        if abs(color @ (0.299, 0.587, 0.114) - grey) >= MIN_CONTRAST:
+            return color
 
 
 def free_place(
@@ -187,8 +187,8 @@ def compose(
             continue
         (top, left), (height, width) = place, opacity.shape
         window, alpha = np.s_[top : top + height, left : left + width], opacity[..., None]
-        colour = contrasting_colour(rng, canvas[window])
-        canvas[window] = alpha * colour + (1 - alpha) * canvas[window]
+        color = contrasting_color(rng, canvas[window])
+        canvas[window] = alpha * color + (1 - alpha) * canvas[window]
         taken[window] = True
         mask = np.zeros(size, bool)
         mask[window] = opacity > 0.5
@@ -213,7 +213,7 @@ def annotation(number: int, image: int, category: int, mask: np.ndarray) -> dict
 
 
 def palette() -> list[int]:
-    """Return the colours of the semantic label images: black, then ten hues."""
+    """Return the colors of the semantic label images: black, then ten hues."""
     hues = [colorsys.hsv_to_rgb(digit / 10, 0.8, 0.95) for digit in range(10)]
     return [0, 0, 0] + [round(255 * channel) for hue in hues for channel in hue]
 

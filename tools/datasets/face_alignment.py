@@ -92,8 +92,8 @@ def warp(image: Image.Image, matrix: np.ndarray, size: int, nearest: bool = Fals
         image, back, shift = image.reduce(block), back / block, shift / block
     data = (*back[0], shift[0], *back[1], shift[1])
     resample = Image.Resampling.NEAREST if nearest else Image.Resampling.BILINEAR
-    colour = fill if len(image.getbands()) == 1 else (fill,) * len(image.getbands())
-    return image.transform((size, size), Image.Transform.AFFINE, data, resample, fillcolor=colour)
+    color = fill if len(image.getbands()) == 1 else (fill,) * len(image.getbands())
+    return image.transform((size, size), Image.Transform.AFFINE, data, resample, fillcolor=color)
 
 
 class Alignment:

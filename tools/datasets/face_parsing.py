@@ -52,7 +52,7 @@ HELEN_PALETTE = (
     (0, 0, 0), (230, 190, 140), (120, 60, 20), (190, 110, 40), (40, 90, 220), (90, 200, 250), (250, 210, 40),
     (220, 40, 60), (110, 10, 60), (250, 120, 150), (60, 150, 70),
 )  # fmt: skip
-LFW_PL_COLOURS = ((0, 0, 255), (0, 255, 0), (255, 0, 0))  # background, skin, hair
+LFW_PL_COLORS = ((0, 0, 255), (0, 255, 0), (255, 0, 0))  # background, skin, hair
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ def lfw_pl_face(source: Path, line: re.Match[str]) -> Face:
 
 
 def lfw_pl_labels(face: Face) -> np.ndarray:
-    """Return labels (H, W) uint8: the index of each pixel's colour among the three."""
+    """Return labels (H, W) uint8: the index of each pixel's color among the three."""
     pixels = load(face.labels[0], "RGB")
     labels = np.full(pixels.shape[:2], 255, np.uint8)
-    for label, colour in enumerate(LFW_PL_COLOURS):
-        labels[(pixels == colour).all(2)] = label
+    for label, color in enumerate(LFW_PL_COLORS):
+        labels[(pixels == color).all(2)] = label
     if (labels == 255).any():
         row, column = np.argwhere(labels == 255)[0]
         raise ValueError(
@@ -142,7 +142,7 @@ LAYOUTS = {
         example="Aaron_Eckhart 1",
         face=lfw_pl_face,
         read_labels=lfw_pl_labels,
-        palette=LFW_PL_COLOURS,
+        palette=LFW_PL_COLORS,
     ),
 }
 
@@ -211,9 +211,9 @@ def write_face(layout: Layout, face: Face, folder: Path, split: str, alignment: 
             aligned, labels = alignment.align(face.name, photograph.convert("RGB"), labels)
         aligned.save(target, quality=95, subsampling=0)
     image = Image.fromarray(labels)
-    # With fewer colours than labels, PIL would write fewer bits and cut off 255
+    # With fewer colors than labels, PIL would write fewer bits and cut off 255
     unused = [(0, 0, 0)] * (0 if alignment is None else 256 - len(layout.palette))
-    image.putpalette([channel for colour in (*layout.palette, *unused) for channel in colour])
+    image.putpalette([channel for color in (*layout.palette, *unused) for channel in color])
     image.save(folder / "labels" / split / f"{face.name}.png")
 
 

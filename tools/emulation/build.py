@@ -20,14 +20,14 @@ BUILT = ROOT / "build" / "emulation"
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 COMMON = ["-c", "-fPIC", "-std=c++20", "-Wall", "-U_FORTIFY_SOURCE"]
 
-# Every memory access calls the emulator, and so does undefined behaviour (overflow, misaligned vectors).
+# Every memory access calls the emulator, and so does undefined behavior (overflow, misaligned vectors).
 CHECKS = """-g1 -fsanitize=thread,alignment,bounds,integer-divide-by-zero,float-cast-overflow
     -fsanitize=signed-integer-overflow,shift -fno-sanitize-recover=all -fno-strict-aliasing
     -Wno-unknown-pragmas -Wno-attributes -Wno-uninitialized
     -Wno-maybe-uninitialized -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020a000000000000"""
 
 
-# Fills variables that a kernel leaves uninitialised with a pattern (gcc 12, clang 8).
+# Fills variables that a kernel leaves uninitialized with a pattern (gcc 12, clang 8).
 PATTERN = "-ftrivial-auto-var-init=pattern"
 
 

@@ -80,7 +80,7 @@ inline AOTITorchError constant_pointer(AtenTensorHandle tensor, const void** dat
   return error;
 }
 
-// Fill uninitialised memory with NaN.
+// Fill uninitialized memory with NaN.
 inline void poison_all(AtenTensorHandle tensor) {
   void* data = nullptr;
   int64_t bytes = 0;

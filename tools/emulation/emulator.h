@@ -35,7 +35,7 @@ const Device& device();
 // fails.
 void run(const Configuration& configuration, void (*body)(void*), void* parameters, size_t bytes);
 
-// Synchronises a warp's lanes in `mask`. The last one to arrive calls `operation` once, in place, with the
+// Synchronizes a warp's lanes in `mask`. The last one to arrive calls `operation` once, in place, with the
 // payloads of all 32 lanes, and every lane gets its own payload back. All must pass the same name and size.
 struct alignas(16) Payload {
   unsigned char bytes[64];
@@ -50,7 +50,7 @@ void preempt();  // may switch to another thread
 struct Now {
   uint32_t launch, block, epoch;         // epoch: number of barriers of the block
   uint32_t clock[kMostThreads];          // of each thread: number of barriers of its warp
-  uint32_t known[kMostThreads][kLanes];  // the clocks of its warp that a thread has synchronised with
+  uint32_t known[kMostThreads][kLanes];  // the clocks of its warp that a thread has synchronized with
   unsigned thread, threads;
   const char *stack, *stack_end;
   const char *parameters, *parameters_end;

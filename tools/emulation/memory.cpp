@@ -273,7 +273,7 @@ void* dynamic_shared() {
 
 }  // namespace emulator
 
-// The functions that -fsanitize=thread and the sanitizers of undefined behaviour call.
+// The functions that -fsanitize=thread and the sanitizers of undefined behavior call.
 
 using emulator::access;
 

@@ -27,7 +27,7 @@ class Config:
     model: str  # timm's name
     model_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments: kappa, nu, num_heads, img_size, ...
     # Parameter names with the standard deviation of the normal distribution from which they are drawn, instead of the
-    # model's own initialisation. TimeSformer's time_embed starts at 0, for pretrained weights; trained from scratch,
+    # model's own initialization. TimeSformer's time_embed starts at 0, for pretrained weights; trained from scratch,
     # time_embed and pos_embed need more.
     init_std: dict[str, float] = field(default_factory=dict)
     # 'folder' (train/CLASS/*.png and val/CLASS/*.png), 'clips' (train/CLASS/*.mp4, or folders of frames
@@ -42,7 +42,7 @@ class Config:
     batch_size: int = 64  # at most the number of training images
     optimizer: str = "momentum"  # timm's name; 'momentum' is SGD without Nesterov's correction
     momentum: float = 0.9
-    weight_decay: float = 1e-4  # of all parameters except biases, normalisations and position tables
+    weight_decay: float = 1e-4  # of all parameters except biases, normalizations and position tables
     lr: float = 0.05  # a tenth of it for sampling offsets; cosine decay to 0
     warmup: float = 0.05  # share of all epochs with a linear warm-up of the learning rate from 0
     clip_grad: float | None = None  # maximum norm of the gradient; None for no limit

@@ -17,7 +17,7 @@ from tools.files import write
 from .layers import WHOLE, levels_of, parts, points, uniform
 from .models import View
 
-LEVEL_COLOURS = ("#ff3b3b", "#ffd60a", "#3ddc5b", "#38a3ff", "#ff6ad5", "#ff9f1a")
+LEVEL_COLORS = ("#ff3b3b", "#ffd60a", "#3ddc5b", "#38a3ff", "#ff6ad5", "#ff9f1a")
 LARGEST_POINT = 60.0  # area, in square points, of a sampling point with all the weight of a head
 Pixels = Sequence[tuple[int, int]]  # (y, x) of the file
 
@@ -107,6 +107,6 @@ def draw_points(view: View, call: Captured, pixels: Pixels, out: Path) -> None:
                 _draw(view, panel, view.picture, f"{pixels[q]} on the map {shape[0]}×{shape[1]}", pixels[q], alpha=0.75)
                 for n, (H, W) in enumerate(levels):
                     size = LARGEST_POINT * weights[q, :, n].flatten().cpu().numpy() ** 0.75
-                    style: Any = dict(c=LEVEL_COLOURS[n % 6], edgecolors="black", linewidths=0.25, label=f"{H}×{W}")
+                    style: Any = dict(c=LEVEL_COLORS[n % 6], edgecolors="black", linewidths=0.25, label=f"{H}×{W}")
                     panel.scatter(*places[q, :, n].reshape(-1, 2).T.numpy(), s=np.maximum(size, 1), **style)
         axes[-1, 0].legend(loc="upper left", bbox_to_anchor=(0, -0.02), ncols=len(levels), fontsize=6, frameon=False)

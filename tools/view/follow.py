@@ -22,7 +22,7 @@ from tools.pictures import open_picture
 from .figures import figure
 from .layers import ViewError, chosen_layers
 
-COLOURS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
+COLORS = ("#ff3b3b", "#38a3ff", "#ffd60a", "#3ddc5b", "#ff6ad5", "#ff9f1a")  # for queries
 
 
 def sampled(call: Captured, points: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ def draw(
     The maps (M, Hk, Wk) cover (height, width) pixels from the upper left corner, the picture and its padding.
     """
     (H, W), columns = picture.shape[:2], (len(heads) + 1) // 2
-    caption = f"Left: each ring is a query, the dots of its colour are the {len(points[0])} points that it reads."
+    caption = f"Left: each ring is a query, the dots of its color are the {len(points[0])} points that it reads."
     if columns:
         caption += f" Right: where {len(heads)} heads attend, the same for every query; the brighter, the more."
     width = 10 / (columns + 2)  # inches of a head's panel
@@ -87,9 +87,9 @@ def draw(
         panels = [made.add_subplot(grid[:, :2])]
         panels += [made.add_subplot(grid[n // columns, 2 + n % columns]) for n in range(len(heads))]
         panels[0].imshow(picture, extent=(0, W, H, 0))
-        for colour, query, read in zip(cycle(COLOURS), queries, points):
-            panels[0].scatter(*(read[:, ::-1] + 0.5).T, s=12, c=colour, edgecolors="black", linewidths=0.4)
-            for stroke, ink in ((4, "white"), (2.4, colour)):
+        for color, query, read in zip(cycle(COLORS), queries, points):
+            panels[0].scatter(*(read[:, ::-1] + 0.5).T, s=12, c=color, edgecolors="black", linewidths=0.4)
+            for stroke, ink in ((4, "white"), (2.4, color)):
                 panels[0].plot(query[1] + 0.5, query[0] + 0.5, "o", ms=11, mfc="none", mec=ink, mew=stroke)
         for n, (panel, heat) in enumerate(zip(panels[1:], heads)):
             panel.imshow(picture.mean(-1), cmap="gray", extent=(0, W, H, 0))

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from attn_plugins.modules.common.capture import Captured
 from tools.files import write_text
 
-from .figures import LEVEL_COLOURS
+from .figures import LEVEL_COLORS
 from .layers import is_deformable, levels_of, points, uniform
 from .models import View
 
@@ -80,9 +80,9 @@ def points_data(view: View, call: Captured) -> dict[str, Any]:
         places = locations.cpu().numpy() * view.size[::-1] / view.inside[::-1]  # relative to the picture
         held = dict(queries=(len(y), len(x)), places=encoded(places, "<f4"), **shares(weights, 3))
         levels.append(dict(held, rows=y.tolist(), columns=x.tolist()))
-    ink = [LEVEL_COLOURS[n % 6] for n in range(len(shapes))]
+    ink = [LEVEL_COLORS[n % 6] for n in range(len(shapes))]
     samples = dict(count=weights[0].numel(), samples=weights.shape[-1])
-    return dict(name=call.name, **samples, shapes=shapes, colours=ink, levels=levels)
+    return dict(name=call.name, **samples, shapes=shapes, colors=ink, levels=levels)
 
 
 def write_page(view: View, title: str, out: Path) -> list[str]:
@@ -98,7 +98,7 @@ def write_page(view: View, title: str, out: Path) -> list[str]:
         width=image.width,
         file=view.file_size,
         share=[view.inside[n] / view.size[n] for n in range(2)],  # of the maps, which include the padding
-        colours=encoded((matplotlib.colormaps["viridis"](np.arange(256))[:, :3] * 255).round(), "u1"),
+        colors=encoded((matplotlib.colormaps["viridis"](np.arange(256))[:, :3] * 255).round(), "u1"),
         layers=layers,
         points=[points_data(view, call) for call in view.layers if is_deformable(call.layer)],
     )

@@ -1,5 +1,5 @@
 # AA-ResNet-50 under RetinaNet, trained from scratch (Bello et al. 2019, section 4.4, appendix A.1, Table 5). The base
-# is mmdet's reproduction of the RetinaNet code base that the paper names: 640x640 crops, batch 64, normalised FPN.
+# is mmdet's reproduction of the RetinaNet code base that the paper names: 640x640 crops, batch 64, normalized FPN.
 _base_ = "mmdet::nas_fpn/retinanet_r50_fpn_crop640-50e_coco.py"
 custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
 

@@ -2,8 +2,8 @@
 _base_ = ["mmseg::ccnet/ccnet_r50-d8_4xb2-80k_cityscapes-769x769.py"]
 custom_imports = dict(imports=["attn_plugins.mmcv"], allow_failed_imports=False)
 
-normalised = dict(norm_cfg=dict(type="SyncBN", requires_grad=True))  # after every new layer with weights
-attention = dict(type="GeneralizedAttention2d", num_heads=8, **normalised)
+normalized = dict(norm_cfg=dict(type="SyncBN", requires_grad=True))  # after every new layer with weights
+attention = dict(type="GeneralizedAttention2d", num_heads=8, **normalized)
 last_two_stages = dict(stages=(False, False, True, True), position="after_conv2")
 model = dict(decode_head=dict(type="AttentionHead", recurrence=1))
 

@@ -166,7 +166,7 @@ class GatedBilateralController(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W_c by Glorot uniform initialisation and zero its bias."""
+        """Draw W_c by Glorot uniform initialization and zero its bias."""
         nn.init.xavier_uniform_(self.gate.weight)
         nn.init.zeros_(self.gate.bias)
 

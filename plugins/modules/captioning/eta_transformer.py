@@ -46,7 +46,7 @@ class FeedForward(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both layers by Glorot uniform initialisation, and zero the biases."""
+        """Draw both layers by Glorot uniform initialization, and zero the biases."""
         for layer in (self.input, self.output):
             nn.init.xavier_uniform_(layer.weight)
             nn.init.zeros_(layer.bias)

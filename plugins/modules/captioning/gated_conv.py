@@ -16,8 +16,8 @@ from ..common.checks import check_padding_mask, check_sequence, check_source, po
 from ..sequences.alignment_attention import AlignmentAttention
 
 
-class NormalisedConv1d(nn.Module):
-    """Convolution over (B, T, C) with weight normalisation: every output channel's weights are g v / |v|.
+class NormalizedConv1d(nn.Module):
+    """Convolution over (B, T, C) with weight normalization: every output channel's weights are g v / |v|.
 
     With ``kernel_size`` 1 it is a linear layer on each word.
 
@@ -65,7 +65,7 @@ class GatedConvBlock(nn.Module):
         y = (x + (h + c) / √2) / √2
 
     g are the word embeddings, √S compensates for the lower variance of a mean (Gehring et al. 2017, section 3; Aneja et
-    al. 2018 for captions). All convolutions and projections have weight normalisation.
+    al. 2018 for captions). All convolutions and projections have weight normalization.
 
     Args:
         embed_dim: C, of words, source, inputs and outputs.
@@ -90,8 +90,8 @@ class GatedConvBlock(nn.Module):
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.embed_dim, self.kernel_size = embed_dim, kernel_size
         self.dropout = nn.Dropout(dropout)
-        self.conv = NormalisedConv1d(embed_dim, 2 * embed_dim, kernel_size, 4 * (1 - dropout), **factory)
-        self.query, self.context = (NormalisedConv1d(embed_dim, embed_dim, **factory) for _ in range(2))
+        self.conv = NormalizedConv1d(embed_dim, 2 * embed_dim, kernel_size, 4 * (1 - dropout), **factory)
+        self.query, self.context = (NormalizedConv1d(embed_dim, embed_dim, **factory) for _ in range(2))
         self.attention = AlignmentAttention("dot", embed_dim, **factory)
 
     def forward(

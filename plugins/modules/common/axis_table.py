@@ -11,7 +11,7 @@ from .bypass import untouched
 def axis_table(projection: nn.Module, encoding: Tensor, num_heads: int) -> Tensor:
     """Project the encodings of D offsets, (D, width), to a table of M heads, (M, d, D).
 
-    The layer is called, not its weight read: it may be quantised, offloaded, adapted or observed.
+    The layer is called, not its weight read: it may be quantized, offloaded, adapted or observed.
     """
     if not untouched(projection, nn.Linear):
         encoding = encoding.clone()  # encodings are cached, and code of others may write to its input

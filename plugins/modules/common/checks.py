@@ -70,7 +70,7 @@ def check_range(name: str, n_k: int) -> None:
 def _own_weight(child: nn.Module | Tensor) -> Tensor | None:
     """Return the weight that a layer computes with, or None if only a call of the layer can tell.
 
-    Quantised, offloaded, adapted or sharded layers may have no weight before they are called, or one of another dtype.
+    Quantized, offloaded, adapted or sharded layers may have no weight before they are called, or one of another dtype.
     """
     weight: Any = child
     if isinstance(child, nn.Module):

@@ -52,9 +52,9 @@ class WindowLogits(NamedTuple):
         value: (B, M, Hk, Wk, dv).
         position_logits: (B, M, Hq, Wq, n); without content as well, None for the mean of every window.
         kernel_size: Taps of rows and of columns.
-        dilation: Distance of neighbouring taps in rows and columns.
+        dilation: Distance of neighboring taps in rows and columns.
         scale: Factor of the content term.
-        stride: Distance of neighbouring queries in rows and columns.
+        stride: Distance of neighboring queries in rows and columns.
         padding: Rows and columns before the map at which the first window starts; None to centre the windows.
         border: ``'exclude'`` for keys outside the map, or ``'zero'``; ``'inside'`` for windows that have none.
     """

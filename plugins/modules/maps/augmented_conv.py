@@ -169,9 +169,9 @@ class AAConv2d(RelativeTables):
         return (-(-H // 2), -(-W // 2)) if self.pool else (H, W)
 
     def reset_parameters(self) -> None:
-        """Draw projections by Glorot uniform initialisation, tables with deviation d^-1/2 (Bello et al., Figure 8).
+        """Draw projections by Glorot uniform initialization, tables with deviation d^-1/2 (Bello et al., Figure 8).
 
-        The convolution initialises itself, as ``nn.Conv2d`` does.
+        The convolution initializes itself, as ``nn.Conv2d`` does.
         """
         for projection in (self.qkv, self.proj):
             if projection is not None:

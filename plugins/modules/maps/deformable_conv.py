@@ -62,7 +62,7 @@ class _DeformableConv(Unscriptable, nn.Module):
         self.offset_groups = offset_groups
         self.modulated = modulated
         self.offset_scale = float(offset_scale)
-        self.transposed = False  # an attribute of torch's convolutions that weight initialisers of toolkits read
+        self.transposed = False  # an attribute of torch's convolutions that weight initializers of toolkits read
         self.output_padding = (0,) * self._dims
         options: dict[str, Any] = dict(device=device, dtype=dtype)
         self.weight = nn.Parameter(torch.empty(out_channels, in_channels // groups, *self.kernel_size, **options))
@@ -114,7 +114,7 @@ class DeformableConv2d(_DeformableConv):
     """A 2-D convolution with learned sampling locations, a drop-in replacement for ``nn.Conv2d``.
 
     Equation 4 of Zhu et al. (2019): tap m of query q reads the map at ``q + p_m + w_m x_q`` by bilinear
-    interpolation. The offsets come from ``conv_offset``, a zero-initialised convolution of the same shape, so the layer
+    interpolation. The offsets come from ``conv_offset``, a zero-initialized convolution of the same shape, so the layer
     initially equals ``nn.Conv2d`` with the same weight. Train ``conv_offset`` at 0.1 times the learning rate (the
     paper's footnote 2).
 
@@ -124,15 +124,15 @@ class DeformableConv2d(_DeformableConv):
         in_channels: Channels C of the input.
         out_channels: Channels of the output.
         kernel_size: Kh, Kw or one int for both, as for the next three arguments.
-        stride: Distance between neighbouring output pixels.
+        stride: Distance between neighboring output pixels.
         padding: Zeros around the input.
-        dilation: Distance between neighbouring taps.
+        dilation: Distance between neighboring taps.
         groups: Number of channel groups with separate weights.
         offset_groups: Number of channel groups with separate offsets.
         bias: Whether to add a bias, initially zero.
         modulated: Deformable convolution v2: every sample is weighted by a sigmoid mask, initially 1/2, so that the
             layer initially equals half a convolution.
-        offset_scale: Factor of the predicted offsets. With optimisers whose steps do not depend on the gradient's size
+        offset_scale: Factor of the predicted offsets. With optimizers whose steps do not depend on the gradient's size
             (Adam, Adafactor, LAMB), 0.1 has the effect of 0.1 times the learning rate, without a parameter group.
         device: Device of the parameters.
         dtype: Dtype of the parameters.
@@ -189,7 +189,7 @@ class CausalDeformableConv1d(_DeformableConv):
         in_channels: Channels C of the input.
         out_channels: Channels of the output.
         kernel_size: Number of taps.
-        dilation: Distance between neighbouring taps.
+        dilation: Distance between neighboring taps.
         groups: See :class:`DeformableConv2d`, as for all further arguments.
 
     Shapes:

@@ -20,7 +20,7 @@ from ..common.sequence_cache import SequenceCache, check_cache
 from ..common.tracing import one_node
 from ..common.weights import map_weights
 from .parts.memory_format import in_format_of, map_heads, to_channels_last
-from .parts.projection_norms import normalise, projections
+from .parts.projection_norms import normalize, projections
 
 
 class DynamicConv2d(MapAttention):
@@ -34,10 +34,10 @@ class DynamicConv2d(MapAttention):
         in_channels: C; a multiple of ``num_groups``.
         kernel_size: Odd; n_k of the papers, 13 to 31 in images.
         num_groups: G.
-        dilation: Distance between neighbouring taps.
+        dilation: Distance between neighboring taps.
         bias: Whether both linear layers have biases; the kernels' predictor has none.
         residual: Whether to return ``x + gamma * f(x)``; else f(x), without ``gamma``.
-        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
+        norm_layer: Creates a normalization of a number of channels, such as ``nn.SyncBatchNorm``, after each
             projection; None for none. Zhu et al. have one in their segmentation networks (section 4.1).
 
     Shapes:
@@ -72,11 +72,11 @@ class DynamicConv2d(MapAttention):
         self.output = nn.Conv2d(in_channels, in_channels, 1, bias=bias, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory)) if residual else None
         if norm_layer is not None:
-            normalise(self, ("input", "kernel", "output"), norm_layer)
+            normalize(self, ("input", "kernel", "output"), norm_layer)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot uniform initialisation, and zero biases and ``gamma``."""
+        """Draw all layers by Glorot uniform initialization, and zero biases and ``gamma``."""
         for layer in projections(self):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:
@@ -148,7 +148,7 @@ class DynamicConv1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all layers by Glorot uniform initialisation, and zero the biases."""
+        """Draw all layers by Glorot uniform initialization, and zero the biases."""
         for layer in (self.input, self.kernel, self.output):
             nn.init.xavier_uniform_(layer.weight)
             if layer.bias is not None:

@@ -24,7 +24,7 @@ from ..common.tracing import one_node
 from ..common.weights import map_logits, map_weights
 from .parts.fused_projections import project
 from .parts.memory_format import add_scaled, map_heads, to_channels_last
-from .parts.projection_norms import normalise, projections
+from .parts.projection_norms import normalize, projections
 from .parts.saliency_pooling import pooled_attention
 from .parts.sine_positions import EncodedPositions
 
@@ -210,7 +210,7 @@ class GeneralizedAttention2d(FourTerms, nn.Module):
         position_embedding_dim: Width of the sine encoding of each axis, even; -1: C.
         position_magnitude: Factor of the offsets before encoding.
         scale: Factor of the sum of all terms, such as d ** -0.5; the paper uses 1.
-        norm_layer: Creates a normalisation of a number of channels, such as ``nn.SyncBatchNorm``, after each
+        norm_layer: Creates a normalization of a number of channels, such as ``nn.SyncBatchNorm``, after each
             projection; None for none. The paper has one in its segmentation networks (section 4.1).
 
     Raises:
@@ -272,7 +272,7 @@ class GeneralizedAttention2d(FourTerms, nn.Module):
         self.proj_conv = nn.Conv2d(width, in_channels, 1, **factory)
         self.gamma = nn.Parameter(torch.empty(1, **factory))
         if norm_layer is not None:
-            normalise(self, ("query_conv", "key_conv", "value_conv", "proj_conv"), norm_layer)
+            normalize(self, ("query_conv", "key_conv", "value_conv", "proj_conv"), norm_layer)
         self.reset_parameters()
 
     @staticmethod

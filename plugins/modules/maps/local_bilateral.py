@@ -21,7 +21,7 @@ Activation = Literal["none", "relu"]
 
 
 class Projection(nn.Sequential):
-    """A 1×1 convolution; if normalised, with ``bias``, followed by BatchNorm and an activation."""
+    """A 1×1 convolution; if normalized, with ``bias``, followed by BatchNorm and an activation."""
 
     def __init__(
         self, in_channels: int, out_channels: int, bias: bool, norm: bool, activation: Activation, **factory: Any
@@ -52,14 +52,14 @@ class LocalBilateralConv2d(MapAttention):
         stride: Stride, as in a convolution.
         padding: None for ``dilation * (kernel_size - 1) / 2``, which preserves the size. Larger values are invalid, as
             every window's centre must be on the map. Positions outside the map are masked.
-        dilation: Distance between neighbouring positions of a window.
+        dilation: Distance between neighboring positions of a window.
         groups: Must be 1; accepted because convolutions have it.
-        bias: Whether the normalised projections have biases.
+        bias: Whether the normalized projections have biases.
         num_heads: M.
         content: Whether the logits have the content part.
         geometric: Whether the logits have the geometric part.
         iterations: 1 for no refinement; more require ``content``.
-        shared: Whether to use one normalised projection W_φ = W_σ = W_β for queries, keys and values. The output
+        shared: Whether to use one normalized projection W_φ = W_σ = W_β for queries, keys and values. The output
             projection and the geometric layer then have no bias and no BatchNorm (the thesis' parameter counts).
         activation: ``'none'`` for linear projections (Eq. 4.4), or ``'relu'`` after every BatchNorm except that of the
             geometric logits, which reproduces the GFLOPs of Table 4.2.

@@ -1,4 +1,4 @@
-"""Neighbourhood attention: every query attends to a window that stays inside the map (Hassani et al. 2023).
+"""Neighborhood attention: every query attends to a window that stays inside the map (Hassani et al. 2023).
 
 Shapes: B batch, C channels, M heads, (H, W) the map, T positions of a sequence, (K, L) the window.
 """
@@ -27,7 +27,7 @@ def neighborhood(
     query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, kernel: Sequence[int], dilation: Sequence[int],
     scale: float,
 ) -> WindowLogits:  # fmt: skip
-    """Return what neighbourhood attention adds up, on maps (B, M, H, W, ·).
+    """Return what neighborhood attention adds up, on maps (B, M, H, W, ·).
 
     Along an axis that is shorter than the window, the window has as many taps as fit.
 
@@ -95,7 +95,7 @@ class NeighborhoodAttention2d(_NeighborhoodAttention):
         in_channels: C.
         num_heads: M; must divide C, and d = C / M.
         kernel_size: (K, L). A map that is smaller along an axis has a window of as many positions as fit.
-        dilation: Distance of neighbouring positions of a window.
+        dilation: Distance of neighboring positions of a window.
         position: ``'relative'``, or ``'none'`` for content alone.
         gate_init: Initial ``gamma``.
 
@@ -144,7 +144,7 @@ class NeighborhoodAttention1d(_NeighborhoodAttention):
         in_channels: C.
         num_heads: M; must divide C.
         kernel_size: K. A shorter sequence has a window of as many positions as fit.
-        dilation: Distance of neighbouring positions of a window.
+        dilation: Distance of neighboring positions of a window.
         position: ``'relative'``, with a table of 2K - 1 biases a head, or ``'none'``.
         gate_init: Initial ``gamma``.
 

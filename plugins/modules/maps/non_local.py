@@ -54,8 +54,8 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         input_size: (H, W) of the module's input, which determines the size of the relative tables.
         resize_tables: Whether to interpolate the tables if a map or a loaded state_dict has another size than
             ``input_size``; otherwise this is an error.
-        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``, or None. With it,
-            ``conv_out`` has no bias, and the normalisation starts at 0 instead of ``conv_out``.
+        norm_layer: Callable that creates a normalization of C channels after ``conv_out``, or None. With it,
+            ``conv_out`` has no bias, and the normalization starts at 0 instead of ``conv_out``.
 
     Shapes:
         (B, C, H, W) -> (B, C, H, W)
@@ -95,7 +95,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
+        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalization after it, as mmcv does."""
         super().reset_parameters()
         self.reset_tables()
 

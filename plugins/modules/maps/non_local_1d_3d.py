@@ -103,8 +103,8 @@ class NonLocal1d(_NonLocalTokens):
         mode: ``'gaussian'``, ``'embedded_gaussian'``, ``'dot_product'`` or ``'concatenation'``.
         use_scale: Whether ``embedded_gaussian`` has the factor 1 / √d; ``gaussian`` never has it.
         sub_sample: Whether to max-pool keys and values by 2, K = ⌊L / 2⌋, unless L = 1.
-        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``, or None. With it,
-            ``conv_out`` has no bias, and the normalisation starts at 0 instead of ``conv_out``.
+        norm_layer: Callable that creates a normalization of C channels after ``conv_out``, or None. With it,
+            ``conv_out`` has no bias, and the normalization starts at 0 instead of ``conv_out``.
 
     Shapes:
         (B, C, L) -> (B, C, L)
@@ -131,8 +131,8 @@ class NonLocal3d(_NonLocalTokens):
         use_scale: Whether ``embedded_gaussian`` has the factor 1 / √d; ``gaussian`` never has it.
         sub_sample: Whether to max-pool keys and values of each frame by 2 × 2, K = T ⌊H / 2⌋ ⌊W / 2⌋, except along an
             axis of one pixel.
-        norm_layer: Callable that creates a normalisation of C channels after ``conv_out``, or None. With it,
-            ``conv_out`` has no bias, and the normalisation starts at 0 instead of ``conv_out``.
+        norm_layer: Callable that creates a normalization of C channels after ``conv_out``, or None. With it,
+            ``conv_out`` has no bias, and the normalization starts at 0 instead of ``conv_out``.
 
     Shapes:
         (B, C, T, H, W) -> (B, C, T, H, W), in the memory format of the input

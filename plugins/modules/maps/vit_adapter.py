@@ -130,7 +130,7 @@ class ViTAdapter(ViTBackbone):
     transformer sees the picture padded to whole patches, and tokens are aligned in pixels. Where 32 and the patch size
     divide the picture's size, that is the paper's alignment.
 
-    Source: Chen et al. (2023), "Vision Transformer Adapter for Dense Predictions", section 3; defaults, initialisation
+    Source: Chen et al. (2023), "Vision Transformer Adapter for Dense Predictions", section 3; defaults, initialization
     and names of parameters are those of its code.
 
     Args:
@@ -150,7 +150,7 @@ class ViTAdapter(ViTBackbone):
             ``'each'`` those after the n-th of four interactions to the n-th map, as in its code for segmentation.
         out_indices: Maps to return, 0 to 3.
         with_cp: Use activation checkpointing in training.
-        norm_layer: Creates the normalisations of the spatial prior and of the maps.
+        norm_layer: Creates the normalizations of the spatial prior and of the maps.
 
     Shapes:
         (B, 3, H, W) -> tuple of (B, C, ⌈H / s⌉, ⌈W / s⌉), s = 4, 8, 16, 32
@@ -230,7 +230,7 @@ class ViTAdapter(ViTBackbone):
         return [part for name, part in self.named_children() if name != "vit"]
 
     def reset_parameters(self) -> None:
-        """Initialise the adapter; the transformer stays as it is."""
+        """Initialize the adapter; the transformer stays as it is."""
         nn.init.normal_(self.level_embed)
         for part in self._own():
             part.apply(_draw)
@@ -313,7 +313,7 @@ def _ranges(depth: int, indexes: Sequence[Sequence[int]] | None = None) -> list[
 
 
 def _draw(module: Any) -> None:
-    """Initialise a layer of the adapter; called on children before parents."""
+    """Initialize a layer of the adapter; called on children before parents."""
     if isinstance(module, Injector):
         nn.init.constant_(module.gamma, module.init_values)
     elif isinstance(module, nn.Linear):

@@ -21,7 +21,7 @@ class ViTPyramid(ViTBackbone):
     """Vision transformer with the simple feature pyramid of ViTDet.
 
     Transposed convolutions and a maximum pooling make maps at strides 4, 8, 16 and 32 of the last block's map, each
-    with a 1×1 and a 3×3 convolution, both normalised. If the patch size is not 16, the map is resampled first.
+    with a 1×1 and a 3×3 convolution, both normalized. If the patch size is not 16, the map is resampled first.
 
     Source: Li et al. (2022), "Exploring Plain Vision Transformer Backbones for Object Detection", section 3.
 
@@ -64,7 +64,7 @@ class ViTPyramid(ViTBackbone):
         self.scales.to(device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
-        """Initialise the pyramid as PyTorch does; the transformer stays as it is."""
+        """Initialize the pyramid as PyTorch does; the transformer stays as it is."""
         for layer in self.scales.modules():
             if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.LayerNorm)):
                 layer.reset_parameters()

@@ -63,7 +63,7 @@ class GeneralScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw W by Glorot uniform initialisation."""
+        """Draw W by Glorot uniform initialization."""
         nn.init.xavier_uniform_(self.weight)
 
     def project_keys(self, source: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class AdditiveScore(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw both layers by Glorot uniform initialisation, W_2 as a single matrix, and zero the bias."""
+        """Draw both layers by Glorot uniform initialization, W_2 as a single matrix, and zero the bias."""
         hidden, channels = len(self.vector), self.query.in_features + self.source.in_features
         bound = math.sqrt(6 / (hidden + channels))
         nn.init.uniform_(self.query.weight, -bound, bound)

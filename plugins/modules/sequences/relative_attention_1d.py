@@ -71,7 +71,7 @@ class RelativeSelfAttention(BandedSelfAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw projections, see :meth:`reset_projections`, and the tables by Glorot uniform initialisation."""
+        """Draw projections, see :meth:`reset_projections`, and the tables by Glorot uniform initialization."""
         self.reset_projections()
         for tables in (self.key_table, self.value_table):
             for table in () if tables is None else tables.unbind():

@@ -43,7 +43,7 @@ class SampledAttention(nn.Module):
         self.gate = nn.Parameter(torch.empty(heads, **factory)) if wanted else None
 
     def reset_saliency(self) -> None:
-        """Draw u·key by Glorot initialisation and zero the gate."""
+        """Draw u·key by Glorot initialization and zero the gate."""
         if self.key_saliency is not None and self.gate is not None:
             nn.init.xavier_uniform_(self.key_saliency.weight)
             nn.init.zeros_(self.gate)
@@ -168,7 +168,7 @@ class MultiScaleDeformableAttention(SampledAttention):
 
     NaN and infinite offsets give NaN on CPUs and read 0 on CUDA, as in mmcv's layer.
 
-    Arguments, defaults, initialisation and ``state_dict`` keys are those of mmcv's class of the same name. The class in
+    Arguments, defaults, initialization and ``state_dict`` keys are those of mmcv's class of the same name. The class in
     Deformable DETR's code has the same keys and is always ``batch_first``.
 
     Args:
@@ -225,7 +225,7 @@ class MultiScaleDeformableAttention(SampledAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise the projections; head m samples in direction 2 pi m / M, with point k at k pixels' distance."""
+        """Initialize the projections; head m samples in direction 2 pi m / M, with point k at k pixels' distance."""
         angles = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
         directions = torch.stack((angles.cos(), angles.sin()), -1)
         directions = directions / directions.abs().amax(-1, keepdim=True)  # on the border of a square

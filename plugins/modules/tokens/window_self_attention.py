@@ -185,7 +185,7 @@ class WindowSelfAttention(GridTerms):
         self.reset_positions()
 
     def reset_positions(self) -> None:
-        """Draw the parameters that Swin's initialisation of linear layers does not cover."""
+        """Draw the parameters that Swin's initialization of linear layers does not cover."""
         if self.relative_position_bias_table is not None:
             nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
         if self.logit_scale is not None:

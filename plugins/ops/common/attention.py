@@ -1,4 +1,4 @@
-"""What the attention operators share: checks, uninitialised results and operation counts."""
+"""What the attention operators share: checks, uninitialized results and operation counts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_query_and_key(query: Tensor | None, key: Tensor | None, value: Tensor,
 
 
 def empty_results(value: Tensor, *sizes: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Return an uninitialised output (B, M, *sizes, dv) and log-sum-exp (B, M, *sizes), of one or two sizes.
+    """Return an uninitialized output (B, M, *sizes, dv) and log-sum-exp (B, M, *sizes), of one or two sizes.
 
     The output is stored as (B, *sizes, M, dv) for the projection that follows, in the value's dtype or ``dtype``. It is
     no view.

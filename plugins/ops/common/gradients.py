@@ -127,7 +127,7 @@ def needed(terms: Any, needs: dict[str, bool]) -> list[tuple[str, Tensor]]:
 def target(
     term: Tensor, shape: Sequence[int], dtype: torch.dtype, fits: Callable[[Tensor], bool] | None = None
 ) -> Tensor:
-    """Return an uninitialised tensor for a kernel to write a gradient to.
+    """Return an uninitialized tensor for a kernel to write a gradient to.
 
     Args:
         term: Whose gradient it is.

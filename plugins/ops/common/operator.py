@@ -52,8 +52,8 @@ class Operator:
         results: Names of the results, the output first. Where there are others, the backward gets them and the output.
         needs_output: ``(terms, options)`` to whether the backward needs the output as well. Where it does not, it gets
             None, and callers may change the output in place. None: it always does.
-        fake: ``(terms, options)`` to uninitialised results.
-        fake_gradient: ``(name, term)`` to the uninitialised gradient of that term.
+        fake: ``(terms, options)`` to uninitialized results.
+        fake_gradient: ``(name, term)`` to the uninitialized gradient of that term.
         reference: ``(terms, options)`` to the output: the slow, obvious definition, differentiable twice.
         table: Backends, the preferred first; the last one can compute everything.
         operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
@@ -260,7 +260,7 @@ class Operator:
         return tuple([grad_output.new_empty(0) if grad is None else grad for grad in found])
 
     def _gradients(self, terms: Any, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Return uninitialised gradients, None where not needed."""
+        """Return uninitialized gradients, None where not needed."""
         return [
             self.fake_gradient(name, term) if term is not None and need else None
             for name, term, need in zip(self.terms._fields, terms, needs)

@@ -155,7 +155,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], **c
 
 # What triton.jit compiled, and the values of the tl.constexpr parameters, by what it was compiled for. Triton's own
 # search for it looks at every argument anew, which takes longer than the rest of a launch. A property of an argument
-# that Triton specialises and _variant leaves out would launch a binary for other arguments: wrong results, or a fault.
+# that Triton specializes and _variant leaves out would launch a binary for other arguments: wrong results, or a fault.
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
@@ -192,12 +192,12 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
     if not _launches_are_known() or kernel.pre_run_hooks:
         return None
     kinds: list[Any] = []
-    for arg, unspecialised in zip(args, _unspecialised(kernel)):
+    for arg, unspecialized in zip(args, _unspecialized(kernel)):
         kind = type(arg)
         if kind is int:
             if not -(2**31) <= arg < 2**31:  # Triton passes it as 64 bits
                 return None
-            if not unspecialised:
+            if not unspecialized:
                 kinds.append((arg == 1, arg % 16 == 0))
         elif arg is None:
             kinds.append(None)
@@ -209,7 +209,7 @@ def _variant(kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> t
 
 
 @cache
-def _unspecialised(kernel: Any) -> tuple[bool, ...]:
+def _unspecialized(kernel: Any) -> tuple[bool, ...]:
     """Return for each parameter of a kernel whether ``do_not_specialize`` names it."""
     return tuple(parameter.do_not_specialize for parameter in kernel.params)
 

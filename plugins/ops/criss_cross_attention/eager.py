@@ -41,7 +41,7 @@ def _operand_dtype(value: Tensor) -> torch.dtype:
 
 
 def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialised (B, M, H, W, width), stored as (B, H, W, M, width) for the projection that follows.
+    """Return an uninitialized (B, M, H, W, width), stored as (B, H, W, M, width) for the projection that follows.
 
     It is not a view: callers may modify it in place where no backward needs it.
     """
@@ -51,7 +51,7 @@ def empty(like: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def empty_results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uninitialised output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
+    """Return uninitialized output, weights and log-sum-exp; the one of the latter that is not kept is empty."""
     value = terms.value
     output = empty(value, value.shape[4])
     if options.recompute:
@@ -60,7 +60,7 @@ def empty_results(terms: Terms, options: Options) -> tuple[Tensor, Tensor, Tenso
 
 
 def empty_gradient(term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, in its term's layout if the last axis of that is contiguous."""
+    """Return an uninitialized gradient, in its term's layout if the last axis of that is contiguous."""
     if term.stride(-1) == 1:
         gradient = torch.empty_like(term)
         if gradient.stride(-1) == 1:  # it is not for some overlapping views
@@ -136,7 +136,7 @@ def _batches(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 def multiply(result: Tensor, left: Tensor, right: Tensor, *, add: bool = False, scale: float = 1.0) -> None:
     """Set ``result`` to scale * left @ right, or add the product to it; all are (B, M, N, rows, columns)."""
-    if scale == 0 and not add:  # torch's product for ARM keeps NaN of an uninitialised result
+    if scale == 0 and not add:  # torch's product for ARM keeps NaN of an uninitialized result
         result.zero_()
         return
     beta = 1 if add else 0
@@ -193,7 +193,7 @@ def _mix(multiply: Multiply, result: Tensor, column: Tensor, row: Tensor, tensor
 
 
 def scratch_of_weights(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an uninitialised (B, M, H, W, S) tensor for logits or weights."""
+    """Return an uninitialized (B, M, H, W, S) tensor for logits or weights."""
     H, W = value.shape[2:4]
     return empty(value, aligned(H) + aligned(W), dtype)
 

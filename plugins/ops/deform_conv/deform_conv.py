@@ -43,9 +43,9 @@ def deform_conv2d(
             Each of the D offset groups applies to C / D consecutive channels.
         weight: (C_out, C / groups, Kh, Kw); its second size determines the number of groups.
         bias: (C_out,).
-        stride: Distance between neighbouring output pixels, in input pixels.
+        stride: Distance between neighboring output pixels, in input pixels.
         padding: Zeros added on each side of the input.
-        dilation: Distance between neighbouring taps, in input pixels.
+        dilation: Distance between neighboring taps, in input pixels.
         mask: (B, D * Kh * Kw, Ho, Wo), the modulation of v2; None for v1.
 
     Returns:
@@ -79,9 +79,9 @@ def deform_conv1d(
         offset: (B, D * K, L_out), in positions, for D offset groups of C / D consecutive channels.
         weight: (C_out, C / groups, K).
         bias: (C_out,).
-        stride: Distance between neighbouring output positions.
+        stride: Distance between neighboring output positions.
         padding: Zeros added at both ends.
-        dilation: Distance between neighbouring taps.
+        dilation: Distance between neighboring taps.
         mask: (B, D * K, L_out), or None.
 
     Returns:
@@ -162,14 +162,14 @@ def _groups(C: int, out_channels: int, group_channels: int, kernel: Sequence[int
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor]:
-    """Return an uninitialised output."""
+    """Return an uninitialized output."""
     input, offset, weight, *_ = terms
     shape = (input.shape[0], weight.shape[0], offset.shape[2], offset.shape[3])
     return (torch.empty(shape, dtype=input.dtype, device=input.device, memory_format=memory_format(input)),)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient in the kernels' memory format."""
+    """Return an uninitialized gradient in the kernels' memory format."""
     if name == "input":
         return torch.empty(term.shape, dtype=term.dtype, device=term.device, memory_format=memory_format(term))
     return term.new_empty(term.shape) if name == "weight" else torch.empty_like(term)

@@ -24,7 +24,7 @@ def on_edge(
         kernel_size: (Kh, Kw).
         stride: Stride of rows and columns.
         padding: Zero padding of rows and columns.
-        dilation: Distance of neighbouring taps in rows and columns.
+        dilation: Distance of neighboring taps in rows and columns.
 
     Returns:
         Boolean tensor of offset's shape.

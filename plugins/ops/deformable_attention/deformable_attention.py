@@ -209,13 +209,13 @@ def _check_matches(name: str, tensor: Any, value: Tensor) -> None:
 
 
 def _results(terms: Terms, options: Options) -> tuple[Tensor]:
-    """Return an uninitialised output."""
+    """Return an uninitialized output."""
     B, _, M, d = terms.value.shape
     return (terms.value.new_empty(B, terms.weights.shape[1], M * d),)
 
 
 def _gradient(name: str, term: Tensor) -> Tensor:
-    """Return an uninitialised gradient, contiguous for the kernels."""
+    """Return an uninitialized gradient, contiguous for the kernels."""
     return term.new_empty(term.shape)
 
 

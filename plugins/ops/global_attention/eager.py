@@ -38,7 +38,7 @@ class Problem:
         self.chunks = list(chunks(*self.shape, self.keys, budget))
 
     def workspace(self) -> Tensor:
-        """Return an uninitialised buffer for the logits of the largest chunk, which is the first."""
+        """Return an uninitialized buffer for the logits of the largest chunk, which is the first."""
         queries = (self._queries(*self.chunks[0]) if self.chunks else 0) * self.shape[1]
         return torch.empty(queries * self.keys, dtype=self.dtype, device=self.device)
 

@@ -48,7 +48,7 @@ class Problem:
         self.chunks = [(b, t) for b, _, t in chunks(B, M, 1, T, self.S, budget)]
 
     def workspace(self) -> Tensor:
-        """Return an uninitialised buffer for the logits of the largest chunk, which is the first."""
+        """Return an uninitialized buffer for the logits of the largest chunk, which is the first."""
         b, t = self.chunks[0]
         return self.value.new_empty((b.stop - b.start) * self.M * (t.stop - t.start) * self.S)
 

@@ -52,16 +52,16 @@ def window_attention(
         position_logits: (B, M, *spatial_q, taps), or size 1 in the first two axes to share logits between images or
             heads; None for content alone.
         kernel_size: Taps along each axis.
-        dilation: Distance between neighbouring taps, in keys.
+        dilation: Distance between neighboring taps, in keys.
         scale: Factor of the content term.
-        stride: Distance between neighbouring queries, in keys.
+        stride: Distance between neighboring queries, in keys.
         padding: How many keys before the map the first tap of the first query lies. None centres the windows, which
             needs an odd ``kernel_size`` unless they stay inside the map; ``dilation * (kernel_size - 1)`` makes a
             sequence causal.
         border: ``'exclude'`` gives keys outside the map no weight. ``'zero'`` counts them as zero keys with zero
             values: they take part in the softmax with their position logit, as in fairseq's dynamic convolution.
             ``'inside'`` moves windows inward, by multiples of the dilation, until all their taps are on the map, as in
-            neighbourhood attention (Hassani et al. 2023; Hassani and Shi 2022): with n keys at multiples of the
+            neighborhood attention (Hassani et al. 2023; Hassani and Shi 2022): with n keys at multiples of the
             dilation from a query, the query itself at place i of them, its window starts at place
             min(max(i - kernel_size // 2, 0), n - kernel_size). Tap t is then the t-th key of the window, whatever its
             distance; :func:`attn_plugins.terms.neighborhood.neighborhood_logits` looks up biases by distance.

@@ -76,15 +76,15 @@ def lstm_by_loops(module, words, places):
         yield output, weights
 
 
-def normalised(layer) -> Tensor:
+def normalized(layer) -> Tensor:
     return torch.stack([g * v / v.square().sum().sqrt() for v, g in zip(layer.direction, layer.length.flatten())])
 
 
 def conv_by_loops(module, words, places):
     def projected(layer, x: Tensor) -> Tensor:
-        return normalised(layer)[:, :, 0] @ x + layer.bias
+        return normalized(layer)[:, :, 0] @ x + layer.bias
 
-    x, weight = words.flip(1), normalised(module.conv)
+    x, weight = words.flip(1), normalized(module.conv)
     for t, word in enumerate(words):
         taps = [x[t - 2 + j] if t - 2 + j >= 0 else torch.zeros_like(word) for j in range(3)]
         out = sum(weight[:, :, j] @ taps[j] for j in range(3)) + module.conv.bias
@@ -134,11 +134,11 @@ def test_steps_are_those_of_the_whole(name):
 
 
 @torch.no_grad()
-def test_weight_normalisation():
+def test_weight_normalization():
     """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
     torch.manual_seed(0)
     layer = GatedConvBlock(64, 3, dropout=0.5).conv
-    torch.testing.assert_close(normalised(layer), layer.direction)
+    torch.testing.assert_close(normalized(layer), layer.direction)
     assert layer(torch.randn(50, 40, 64)).var().item() == pytest.approx(4 * 0.5, rel=0.1)
     layer.direction *= 7
-    torch.testing.assert_close(normalised(layer).norm(dim=(1, 2)), layer.length.flatten())
+    torch.testing.assert_close(normalized(layer).norm(dim=(1, 2)), layer.length.flatten())

@@ -112,7 +112,7 @@ def norm(module: GeneralizedAttention2d) -> None:
 
 CALLED = {
     "a hook": lambda module: module.key_conv.register_forward_hook(lambda *_: None),
-    "a normalisation": norm,
+    "a normalization": norm,
     "no bias": lambda module: setattr(module.proj_conv, "bias", None),
     "an adapter": lambda module: setattr(module.proj_conv, "forward", lambda x: nn.Conv2d.forward(module.proj_conv, x)),
 }

@@ -14,7 +14,7 @@ from attn_plugins import ops
 from attn_plugins.modules import ViTAdapter, ViTPyramid
 from attn_plugins.modules.maps.parts.vit_backbone import resample
 from attn_plugins.modules.maps.vit_adapter import Extractor, Injector
-from tests.helpers.cuda_checks import randomised
+from tests.helpers.cuda_checks import randomized
 from tests.helpers.tiny_vit import TinyViT
 
 
@@ -131,7 +131,7 @@ def expected_maps(model: ViTAdapter, pictures: Tensor) -> list[Tensor]:
 )
 @torch.no_grad()
 def test_it_is_the_papers_formula(size, options):
-    model = randomised(adapter(**options)).eval()
+    model = randomized(adapter(**options)).eval()
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.running_mean.normal_(std=0.1)
@@ -183,11 +183,11 @@ def test_deformable_attention_finds_the_cell_itself():
     model(x)
     c, patches, _, grid, sizes = seen["inputs"]
     read = (seen["output"] - c).split([h * w for h, w in sizes], 1)
-    normalised = map_of(extractor.feat_norm(patches), *grid)
+    normalized = map_of(extractor.feat_norm(patches), *grid)
     for level, (H, W), stride in zip(read, sizes, (8, 16, 32)):
         inside = (slice(None), slice(None), slice(0, 90 // stride), slice(0, 50 // stride))
         expected = F.grid_sample(
-            normalised,
+            normalized,
             2 * centres_of(H, W, stride).view(1, H, W, 2) / (14 * torch.tensor([grid[1], grid[0]])) - 1,
             align_corners=False,
         )
@@ -285,7 +285,7 @@ def test_exported_it_gives_what_the_operators_definition_does():
 @torch.no_grad()
 def test_the_pyramid_is_vitdets():
     torch.manual_seed(0)
-    model = randomised(ViTPyramid(TinyViT(), 6, num_outs=5)).eval()
+    model = randomized(ViTPyramid(TinyViT(), 6, num_outs=5)).eval()
     x = torch.randn(2, 3, 64, 96)
     tokens, grid, rotary = model.embed(x)
     last = map_of(model.run(tokens, grid, 0, 1, rotary)[:, 1:], *grid)

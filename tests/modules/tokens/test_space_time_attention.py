@@ -112,7 +112,7 @@ def test_the_start_is_the_last_step_alone(pattern, P):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_with_norms_the_module_is_the_official_half_block(pattern):
-    """Each step acts on normalised tokens and is added to the tokens (``Block.forward`` of the official code)."""
+    """Each step acts on normalized tokens and is added to the tokens (``Block.forward`` of the official code)."""
     module, x = build(pattern, norm_layer=nn.LayerNorm), clip()
     tokens = x
     for name in module.added:

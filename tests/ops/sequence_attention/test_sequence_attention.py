@@ -134,7 +134,7 @@ def test_outside_logits_may_be_a_number(number, causal, start, K, others, path):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_padding_never_changes_the_other_tokens(causal, path):
-    """Values in the padding do not matter either, even infinite ones as an uninitialised buffer may hold."""
+    """Values in the padding do not matter either, even infinite ones as an uninitialized buffer may hold."""
     some = drawn(T=12, S=12, K=5, options=dict(causal=causal))
     short = {n: t[:, :, :8, :8] if n == "position_logits" else t[:, :, :8] for n, t in some.tensors.items()}
     mask = torch.arange(12).expand(2, 12) >= 8

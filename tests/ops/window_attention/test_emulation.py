@@ -131,7 +131,7 @@ def test_any_order_of_threads(name, backend, device, case, dtype, seed, monkeypa
 @pytest.mark.parametrize("gap", [0, 1, 3, 8], ids="{} elements between rows".format)
 @pytest.mark.parametrize("kernel", [(3, 3), (7, 7), (1, 4)], ids=str)
 def test_position_logits_at_any_address(name, backend, device, kernel, gap):
-    """Staged by vectors where neighbours follow each other, whatever the alignment; else one by one."""
+    """Staged by vectors where neighbors follow each other, whatever the alignment; else one by one."""
     padding = kernel[0] // 2, kernel[1] // 2
     some = drawn(POSITION, device, HALF, kernel=kernel, padding=padding, map=(5, 9), B=1)
     expected = by_definition(some)

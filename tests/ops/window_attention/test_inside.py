@@ -1,4 +1,4 @@
-"""Windows that stay inside the map, as neighbourhood attention has them, against plain loops and by every backend."""
+"""Windows that stay inside the map, as neighborhood attention has them, against plain loops and by every backend."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def drawn(name: str, geometry: dict, device="cpu", dtype=SINGLE, **sizes):
 
 
 def first_of_the_window(index: int, size: int, kernel: int, dilation: int) -> int:
-    """Follow Hassani and Shi 2022: the neighbours are those of the query's own residue, nearest first."""
+    """Follow Hassani and Shi 2022: the neighbors are those of the query's own residue, nearest first."""
     own = list(range(index % dilation, size, dilation))
     place = own.index(index)
     nearest = max(0, min(place - kernel // 2, len(own) - kernel))
@@ -199,7 +199,7 @@ def test_logits_without_queries_have_the_positions_of_the_keys():
         window_attention(None, None, x, x.new_zeros(1, 1, 4, 9, 9), 3, border="inside")
 
 
-def test_a_tolerance_that_would_see_a_neighbour():
+def test_a_tolerance_that_would_see_a_neighbor():
     """The bounds of this file are far below the difference that one tap makes."""
     some = drawn(BOTH, GEOMETRIES[1])
     other = some.call(**some.tensors, border="exclude")

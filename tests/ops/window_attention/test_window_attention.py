@@ -1,4 +1,4 @@
-"""Window attention: the reference against plain loops, the kernels against the reference, and behaviour in torch."""
+"""Window attention: the reference against plain loops, the kernels against the reference, and behavior in torch."""
 
 from __future__ import annotations
 

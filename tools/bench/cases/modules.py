@@ -133,7 +133,7 @@ IN_MMCV = ("CrissCrossAttention2d", "NonLocal1d", "NonLocal2d", "NonLocal3d")
 
 
 def opened(module: nn.Module) -> nn.Module:
-    """Draw zero-initialised parameters (gates, gamma, offsets), so that no work is skipped and samples spread."""
+    """Draw zero-initialized parameters (gates, gamma, offsets), so that no work is skipped and samples spread."""
     with torch.no_grad():
         for parameter in module.parameters():
             if not parameter.any():

@@ -147,7 +147,7 @@ def cases(device: str) -> list[Case]:
         goal = goal if cpu else CUDA_GOALS["local"]
         rows += case("content", k, 8, True, False, goal, k == 7)
         rows += case("content and position", k, 8, True, True, goal, k == 7)
-    rows += case("neighbourhood, content and position", 7, 8, True, True, LOCAL[7], False, "inside")
+    rows += case("neighborhood, content and position", 7, 8, True, True, LOCAL[7], False, "inside")
     T, batch, width, K, M = 512, 4, 512, 31, 16
     goal = DYNAMIC_1D if cpu else CUDA_GOALS["dynamic"]
     rows += problem(

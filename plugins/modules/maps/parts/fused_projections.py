@@ -20,7 +20,7 @@ from ...common.bypass import has_global_hooks, untouched
 def project(x: Tensor, convs: dict[str, nn.Module], vector: Tensor | None = None) -> dict[str, Tensor]:
     """Apply 1×1 convolutions without a bias to ``x``, (B, C, H, W), as one convolution where nobody can notice.
 
-    They are called one by one where they are of another class (quantised, adapted, normalised), have hooks, or have
+    They are called one by one where they are of another class (quantized, adapted, normalized), have hooks, or have
     weights that are not plain, and while PyTorch compiles or traces, as exporters then name each of them.
 
     Args:

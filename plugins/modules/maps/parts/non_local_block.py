@@ -21,7 +21,7 @@ from .non_local_sums import dot_products, rectified_sums
 Mode = Literal["gaussian", "embedded_gaussian", "dot_product", "concatenation"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 _CONVS = ("conv.", "0.conv.")  # mmcv's names between a projection and its parameter, without and with sub_sample
-_NORMS = ("bn", "gn", "in", "ln")  # mmcv's names of the normalisation inside conv_out
+_NORMS = ("bn", "gn", "in", "ln")  # mmcv's names of the normalization inside conv_out
 
 
 def check_block(in_channels: int, reduction: int, mode: str) -> None:
@@ -35,7 +35,7 @@ class NonLocalBlock(nn.Module):
 
     Attributes:
         conv: Convolution class for the number of axes.
-        zero_conv: Zero-initialised convolution class.
+        zero_conv: Zero-initialized convolution class.
         pool: Max pooling class.
         sub_sampling: Pooling size of ``sub_sample`` along each axis.
     """
@@ -74,7 +74,7 @@ class NonLocalBlock(nn.Module):
         self.norm = None if norm_layer is None else norm_layer(in_channels).to(**factory)
 
     def reset_parameters(self) -> None:
-        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalisation after it, as mmcv does."""
+        """Draw embeddings with deviation 0.01, and zero ``conv_out`` or the normalization after it, as mmcv does."""
         for projection in (self.g, self.theta, self.phi):
             if projection is not None:
                 nn.init.normal_(projection.weight, std=0.01)
@@ -128,7 +128,7 @@ class NonLocalBlock(nn.Module):
             )
 
     def out(self, attended: Tensor) -> Tensor:
-        """Apply ``conv_out`` and the normalisation after it."""
+        """Apply ``conv_out`` and the normalization after it."""
         attended = self.conv_out(attended)
         return attended if self.norm is None else self.norm(attended)
 

@@ -1,4 +1,4 @@
-"""Normalisation after the projections of a layer, as in the segmentation networks of Zhu et al. (2019), section 4.1."""
+"""Normalization after the projections of a layer, as in the segmentation networks of Zhu et al. (2019), section 4.1."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 
-def normalise(module: nn.Module, names: Iterable[str], norm_layer: Callable[[int], nn.Module]) -> None:
-    """Replace the named convolutions of a module by the convolution and a normalisation of its channels.
+def normalize(module: nn.Module, names: Iterable[str], norm_layer: Callable[[int], nn.Module]) -> None:
+    """Replace the named convolutions of a module by the convolution and a normalization of its channels.
 
     Args:
         module: The layer.
         names: Attributes; those that are None stay None.
-        norm_layer: Creates a normalisation of a number of channels.
+        norm_layer: Creates a normalization of a number of channels.
     """
     for name in names:
         if (conv := getattr(module, name)) is not None:
@@ -21,7 +21,7 @@ def normalise(module: nn.Module, names: Iterable[str], norm_layer: Callable[[int
 
 
 def projections(module: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
-    """Yield a layer's convolutions and linear layers, and reset its normalisations on the way."""
+    """Yield a layer's convolutions and linear layers, and reset its normalizations on the way."""
     for layer in module.modules():
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             yield layer

@@ -1,4 +1,4 @@
-"""Zero-initialised convolutions, with which added branches initially have no effect."""
+"""Zero-initialized convolutions, with which added branches initially have no effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 class _Zero(nn.Module):
     def reset_parameters(self) -> None:
-        """Zero weight and bias after the usual random draws, so that a seed initialises other layers alike."""
+        """Zero weight and bias after the usual random draws, so that a seed initializes other layers alike."""
         super().reset_parameters()  # type: ignore[misc]
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

@@ -35,7 +35,7 @@ class SequenceAttention(nn.Module):
         return parts(self._logits(*args, **kwargs))
 
     def reset_projections(self) -> None:
-        """Draw linear layers by Glorot uniform initialisation, the inputs' as one matrix; zero the biases."""
+        """Draw linear layers by Glorot uniform initialization, the inputs' as one matrix; zero the biases."""
         joint = [getattr(self, name) for name in ("q_proj", "k_proj", "v_proj")]
         for layer in self.modules():
             if isinstance(layer, nn.Linear):

@@ -96,7 +96,7 @@ class GridTerms(Unscriptable, nn.Module):
         self.gate = nn.Parameter(torch.empty(M, **factory)) if added else None
 
     def reset_terms(self) -> None:
-        """Draw tables and the predictor by Glorot initialisation, u and v uniformly by fan-in; reset the gate."""
+        """Draw tables and the predictor by Glorot initialization, u and v uniformly by fan-in; reset the gate."""
         if self.gate is not None:
             nn.init.constant_(self.gate, self.gate_init)
         for table in (self.row_table, self.column_table):
