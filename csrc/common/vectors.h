@@ -90,8 +90,9 @@ int instruction_set() {
   static const int level = [] {
     __builtin_cpu_init();
     if (ATTN_CPU_LEVEL < 3 || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 1;
-    const bool wide = ATTN_CPU_LEVEL >= 4 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool wide = ATTN_CPU_LEVEL >= 4 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vl");
     return wide ? 4 : 3;
   }();
   return level;
