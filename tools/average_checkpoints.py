@@ -50,7 +50,7 @@ def average(paths: list[Path]) -> dict[str, Any]:
     """Return the first checkpoint with its model replaced by the mean of all models, summed in float64.
 
     Raises:
-        ValueError: a file is not a fairseq checkpoint, or its model differs from the first one's.
+        ValueError: A file is not a fairseq checkpoint, or its model differs from the first one's.
     """
     state = load(paths[0])
     totals = {name: tensor.double() for name, tensor in state["model"].items()}

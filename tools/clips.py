@@ -81,7 +81,7 @@ def open_clip(path: str | Path, count: int, sampling: str = "uniform") -> list[I
             (:func:`segments`) or ``'stride'`` (:func:`strided`).
 
     Raises:
-        BadPicture: the clip cannot be read.
+        BadPicture: The clip cannot be read.
     """
     path = Path(path)
     if not path.is_dir():

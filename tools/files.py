@@ -41,8 +41,8 @@ def read_weights(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Read the tensors and the metadata of a safetensors file.
 
     Raises:
-        OSError: the file cannot be read.
-        SafetensorError: it has another format.
+        OSError: The file cannot be read.
+        SafetensorError: It has another format.
     """
     from safetensors import safe_open
 

@@ -15,7 +15,7 @@ def open_picture(file: str | Path) -> Image.Image:
     """Open a picture in RGB, rotated by its EXIF tag, with transparent parts in white.
 
     Raises:
-        BadPicture: the file cannot be read as a picture.
+        BadPicture: The file cannot be read as a picture.
     """
     try:
         with Image.open(file) as picture:

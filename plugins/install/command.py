@@ -152,7 +152,7 @@ def pip(
     """Install requirements by pip, keeping the versions of all other packages.
 
     Raises:
-        InstallError: pip failed; it has said why.
+        InstallError: Pip failed; it has said why.
     """
     if not requirements:
         return

@@ -122,7 +122,7 @@ def shifted_window_masks(
         For each group (N, N), or None if nothing is masked. The masks are shared; see :func:`.cached`.
 
     Raises:
-        ValueError: for the reasons of :func:`shifted_window_groups`.
+        ValueError: For the reasons of :func:`shifted_window_groups`.
     """
     return _masks(windows, window, shift, partial(_shared_mask, device=device, dtype=dtype))
 

@@ -165,7 +165,7 @@ def fatal(device: str, error: BaseException) -> None:
     """End the process if ``error`` left the device unusable.
 
     Raises:
-        SystemExit: the device is unusable.
+        SystemExit: The device is unusable.
     """
     if device == "cuda":
         try:

@@ -26,7 +26,7 @@ def summarize(times: Sequence[float]) -> dict[str, Any]:
     """Return ``min``, ``q1``, ``median``, ``q3`` and the ``times`` themselves, to five digits.
 
     Raises:
-        ValueError: there is no time.
+        ValueError: There is no time.
     """
     if not times:
         raise ValueError("times must hold at least one timing, got none")

@@ -77,7 +77,7 @@ class Rows(dict[str, Any]):
         """Return the rows of both passes; None for each if the file is missing, and for one that a GPU did not run.
 
         Raises:
-            ValueError: the file has no such row.
+            ValueError: The file has no such row.
         """
         data = self[entry.file]
         if data is None:
@@ -133,7 +133,7 @@ def generate(folder: Path, table: str) -> str:
     """Return the content between the markers of a table.
 
     Raises:
-        ValueError: a file lacks a row of the table, or there is no such table.
+        ValueError: A file lacks a row of the table, or there is no such table.
     """
     if table not in TABLES:
         raise ValueError(f"the table of a page must be one of {', '.join(TABLES)}, got {table!r}")
@@ -232,7 +232,7 @@ def filled(text: str, folder: Path) -> str:
     """Return a page with its tables filled from the files of ``folder``.
 
     Raises:
-        ValueError: the page has no markers, markers are not in pairs, or a row is missing.
+        ValueError: The page has no markers, markers are not in pairs, or a row is missing.
     """
     pairs = len(_MARKED.findall(text))
     if not pairs or len(_MARKER.findall(text)) != 2 * pairs:

@@ -120,7 +120,7 @@ def captured(run: Run) -> Run:
     """Capture a run in a CUDA graph and return a function that replays it.
 
     Raises:
-        RuntimeError: the run waits for the device, or does something else that a graph cannot contain.
+        RuntimeError: The run waits for the device, or does something else that a graph cannot contain.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -208,7 +208,7 @@ def measured(job: Job) -> list[dict[str, Any]]:
     A contestant that ends a process is left out when its row is measured again.
 
     Raises:
-        RuntimeError: a process ended before its first row.
+        RuntimeError: A process ended before its first row.
     """
     record = Path(job.record)
     for _ in range(STARTS):

@@ -55,7 +55,7 @@ class TimmBackbone(nn.Module):
         None stands for timm's own weights, downloaded if they are not cached; the error without them has ``hint``.
 
         Raises:
-            ValueError: the weights are unavailable, cannot be read, or belong to another network.
+            ValueError: The weights are unavailable, cannot be read, or belong to another network.
         """
         if path is None:
             try:

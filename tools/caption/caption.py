@@ -50,7 +50,7 @@ class Captioner:
     """The models of the options ``--path``, with regions and attributes as in their data folder.
 
     Raises:
-        ValueError: a checkpoint, its data folder, or the recipe of regions is unsuitable, or they do not match.
+        ValueError: A checkpoint, its data folder, or the recipe of regions is unsuitable, or they do not match.
     """
 
     def __init__(self, options: argparse.Namespace, device: Any) -> None:
@@ -137,7 +137,7 @@ def pictures_of(given: Sequence[Path]) -> list[ListedImage]:
     """Return the pictures, including those of folders; their ids are their names without suffix.
 
     Raises:
-        ValueError: a folder has no pictures, or two pictures have the same name.
+        ValueError: A folder has no pictures, or two pictures have the same name.
     """
     images: dict[str, ListedImage] = {}
     for path in given:

@@ -61,7 +61,7 @@ class RecordedExtractor:
     is where the extractor's checkpoint lies now.
 
     Raises:
-        ValueError: the file has no options, its checkpoint is missing or has changed, or no extractor can be built.
+        ValueError: The file has no options, its checkpoint is missing or has changed, or no extractor can be built.
     """
 
     def __init__(self, features: RegionFeatures, device: Any = "cpu", checkpoint: Path | None = None) -> None:

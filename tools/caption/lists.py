@@ -26,7 +26,7 @@ def listed_images(folder: Path, splits: Path | None = None) -> list[ListedImage]
         splits: Karpathy's format: ``images`` have ``cocoid`` (or ``imgid``) and ``filename``.
 
     Raises:
-        ValueError: the folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
+        ValueError: The folder is missing, a file is invalid, an id or a stem is repeated, or there are no pictures.
     """
     if not folder.is_dir():
         raise ValueError(f"IMAGES {folder}: no such folder")

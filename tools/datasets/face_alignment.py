@@ -27,7 +27,7 @@ def read_landmarks(folder: Path) -> dict[str, np.ndarray]:
     """Read the points of every face by its name: (194, 2) float64.
 
     Raises:
-        ValueError: the folder is missing or has no text files, or a file does not have HELEN's format.
+        ValueError: The folder is missing or has no text files, or a file does not have HELEN's format.
     """
     files = sorted(folder.glob("*.txt")) if folder.is_dir() else []
     if not files:
@@ -105,7 +105,7 @@ class Alignment:
         matrices: (2, 3) of each face, from its picture to the aligned one.
 
     Raises:
-        ValueError: a face has no landmarks.
+        ValueError: A face has no landmarks.
     """
 
     def __init__(self, folder: Path, names: Sequence[str], training: Sequence[str], size: int) -> None:
@@ -121,7 +121,7 @@ class Alignment:
         """Align an image in RGB and HELEN's labels (H, W) uint8; pixels outside the photograph are :data:`IGNORED`.
 
         Raises:
-            ValueError: most landmarks are not on the face.
+            ValueError: Most landmarks are not on the face.
         """
         H, W = labels.shape
         columns, rows = np.rint(self.points[name]).astype(int).T

@@ -155,7 +155,7 @@ def read_lists(layout: Layout, source: Path) -> dict[str, list[Face]]:
     """Read the faces of every split.
 
     Raises:
-        ValueError: a list is missing, empty or has an invalid line, or a face is listed twice.
+        ValueError: A list is missing, empty or has an invalid line, or a face is listed twice.
     """
     lacking = [name for name, _ in layout.lists if not (source / name).is_file()]
     lacking += [f"{name}/" for name in layout.folders if not (source / name).is_dir()]

@@ -28,7 +28,7 @@ def help_of(command: str) -> str:
     """Return the output of ``python -m <command> --help``.
 
     Raises:
-        RuntimeError: the command fails.
+        RuntimeError: The command fails.
     """
     done = subprocess.run(
         [sys.executable, "-m", *command.split(), "--help"],

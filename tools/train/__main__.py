@@ -84,8 +84,8 @@ def train(config: Config, data: Path, output: Path, device: torch.device) -> dic
     """Train as configured; return the last row of the log.
 
     Raises:
-        ConfigError: the configuration does not fit the model or the data.
-        FloatingPointError: the loss is not finite.
+        ConfigError: The configuration does not fit the model or the data.
+        FloatingPointError: The loss is not finite.
     """
     training, validation, classes = datasets(config, data)
     torch.manual_seed(config.seed)

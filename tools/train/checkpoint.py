@@ -30,7 +30,7 @@ def read_weights(file: Path, argument: str = "file") -> tuple[dict[str, torch.Te
     """Read weights and metadata of a file that :func:`save_weights` wrote.
 
     Raises:
-        ConfigError: the file, which the user passed as ``argument``, is not in safetensors format.
+        ConfigError: The file, which the user passed as ``argument``, is not in safetensors format.
     """
     try:
         return files.read_weights(file)

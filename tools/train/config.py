@@ -74,7 +74,7 @@ def load(file: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a YAML file, then ``'key=value'`` overrides with values in YAML.
 
     Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a value is invalid.
+        ConfigError: The file is missing or not YAML, a key is unknown, or a value is invalid.
     """
     try:
         config = OmegaConf.structured(Config)

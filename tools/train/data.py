@@ -24,7 +24,7 @@ def datasets(config: Config, root: Path) -> tuple[Dataset, Dataset, list[str]]:
     """Return training and validation images, without transforms, and the classes' names.
 
     Raises:
-        ConfigError: a folder is missing or empty, or the halves have different classes.
+        ConfigError: A folder is missing or empty, or the halves have different classes.
     """
     if config.dataset not in ("folder", "clips"):
         try:
@@ -63,7 +63,7 @@ class ClipFolder(ImageFolder):
         sampling: Choice of frames, as in :func:`tools.clips.open_clip`.
 
     Raises:
-        FileNotFoundError: there is no class, or a class has no clips.
+        FileNotFoundError: There is no class, or a class has no clips.
     """
 
     def __init__(self, root: str, frames: int, sampling: str = "uniform") -> None:

@@ -118,7 +118,7 @@ def follow_picture(
         depth: How many deformable convolutions to follow, on maps of the same size.
 
     Raises:
-        ViewError: the model has no ``DeformableConv2d`` of ours, or none of this name.
+        ViewError: The model has no ``DeformableConv2d`` of ours, or none of this name.
     """
     from mmdet.apis import inference_detector
 

@@ -97,7 +97,7 @@ class EntangledAttention(nn.Module):
         dropout: Dropout probability of the weights and of each attention's output.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class EntangledAttention(nn.Module):
             caches: For step-by-step decoding: the same dict in every step, initially empty.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A tensor does not have the module's dtype.
         """
         semantic_guidance = self.semantic_injection(x, semantic, cache_of(caches, "semantic_injection"))
         visual_guidance = self.visual_injection(x, visual, cache_of(caches, "visual_injection"))
@@ -147,7 +147,7 @@ class GatedBilateralController(nn.Module):
         activation: f: ``identity`` (used in the thesis), ``relu``, ``sigmoid`` or ``tanh`` (Table 2.6).
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class GatedBilateralController(nn.Module):
         """Combine the pathways, (B, T, C) each, into (B, T, C); ``x`` is the words' self-attention, a.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A tensor does not have the module's dtype.
         """
         if not isinstance(pathways, Entangled):
             raise TypeError(f"pathways must be an Entangled, got {type(pathways).__name__}")

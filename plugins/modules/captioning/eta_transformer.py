@@ -95,7 +95,7 @@ class DualWayEncoder(nn.Module):
         dropout: Dropout probability of the weights, of each layer's output, and of the input.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -141,8 +141,8 @@ class DualWayEncoder(nn.Module):
             V^N (B, Sv, C) and S^N (B, Ss, C), with their masks.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A tensor does not have the module's dtype.
         """
         check_tensor("regions", regions)
         for name, x, width in (("regions", regions, self.visual_dim), ("attributes", attributes, self.embed_dim)):
@@ -167,7 +167,7 @@ class MultimodalDecoderBlock(nn.Module):
         activation: f of the gate.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class MultimodalDecoderBlock(nn.Module):
             (B, T, C).
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A tensor does not have the module's dtype.
         """
         cache = cache_of(caches, "self_attention")
         a = self.self_attention(x, cache=cache, padding_mask=padding_mask)

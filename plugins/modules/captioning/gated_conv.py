@@ -73,7 +73,7 @@ class GatedConvBlock(nn.Module):
         dropout: Dropout probability of x before the convolution.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class GatedConvBlock(nn.Module):
             y (B, T, C), α (B, T, S) and the state (B, k - 1, C), the last inputs of the convolution.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: an argument is not a Tensor, or does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: An argument is not a Tensor, or does not have the module's dtype.
         """
         conv = getattr(self.conv, "direction", self.conv)
         check_sequence("x", x, self.embed_dim, conv)

@@ -46,7 +46,7 @@ class ShowAttendTell(nn.Module):
         dropout: Dropout probability of the words and of the features.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class ShowAttendTell(nn.Module):
             features (B, T, m), α (B, T, S) and the state after the last word.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: an argument is not a Tensor, or does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: An argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.word_dim, self.first_hidden)
         check_source("source", source, self.source_dim, words.shape[0], self.first_hidden)

@@ -67,7 +67,7 @@ class MapAttention(Unscriptable, nn.Module):
             (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``; 0 outside a query's window.
 
         Raises:
-            ValueError: as in ``forward``; a query lies outside the map; or there are no attention weights.
+            ValueError: As in ``forward``; a query lies outside the map; or there are no attention weights.
         """
         return map_weights(self._logits(x), self.attention_size(x.shape[2:]), queries)
 

@@ -104,7 +104,7 @@ def capture_attention(model: nn.Module, layers: str | Sequence[str] = "*") -> It
         Captured layers by name, in the order of their calls.
 
     Raises:
-        ValueError: the model has no attention layer of this package, or no name matches a pattern.
+        ValueError: The model has no attention layer of this package, or no name matches a pattern.
     """
     known = attention_layers(model)
     if not known:

@@ -61,7 +61,7 @@ class AAConv2d(RelativeTables):
         (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class AAConv2d(RelativeTables):
             options: Further arguments of the class.
 
         Raises:
-            ValueError: for the reasons of the class; or a ratio is out of range, or too small for one channel per head.
+            ValueError: For the reasons of the class; or a ratio is out of range, or too small for one channel per head.
         """
         return cls(
             in_channels,
@@ -183,7 +183,7 @@ class AAConv2d(RelativeTables):
         """Apply the layer: (B, in_channels, H, W) -> (B, out_channels, ⌈H / stride⌉, ⌈W / stride⌉).
 
         Raises:
-            ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
+            ValueError: The shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
         if self.qkv is None:
             self._check(x)

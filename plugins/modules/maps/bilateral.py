@@ -97,7 +97,7 @@ class BilateralNonLocal2d(_Bilateral):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class BilateralCrissCross2d(CrissCross, _Bilateral):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(

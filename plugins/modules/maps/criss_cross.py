@@ -76,7 +76,7 @@ class CrissCross(MapAttention):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
-            ValueError: the shape does not match, or needs relative tables of another size.
+            ValueError: The shape does not match, or needs relative tables of another size.
         """
         query, key, value, logits = self._terms(x)
         attended = criss_cross_attention(query, key, value, logits, scale=self.scale)
@@ -174,7 +174,7 @@ class CrissCrossAttention2d(CrissCross, RelativeTables):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(

@@ -141,8 +141,8 @@ class DeformableConv2d(_DeformableConv):
         (B, C, H, W) -> (B, out_channels, Ho, Wo)
 
     Raises:
-        ValueError: an argument or the input's shape is invalid.
-        TypeError: the input is not floating-point or does not have the weight's dtype.
+        ValueError: An argument or the input's shape is invalid.
+        TypeError: The input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 2, 2, ZeroConv2d
@@ -163,8 +163,8 @@ class DeformableConv1d(_DeformableConv):
         (B, C, L) -> (B, out_channels, L_out)
 
     Raises:
-        ValueError: an argument or the input's shape is invalid.
-        TypeError: the input is not floating-point or does not have the weight's dtype.
+        ValueError: An argument or the input's shape is invalid.
+        TypeError: The input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d
@@ -196,8 +196,8 @@ class CausalDeformableConv1d(_DeformableConv):
         (B, C, L) -> (B, out_channels, L)
 
     Raises:
-        ValueError: an argument or the input's shape is invalid.
-        TypeError: the input is not floating-point or does not have the weight's dtype.
+        ValueError: An argument or the input's shape is invalid.
+        TypeError: The input is not floating-point or does not have the weight's dtype.
     """
 
     _dims, _components, _predictor = 1, 1, ZeroConv1d

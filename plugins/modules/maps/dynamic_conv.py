@@ -44,7 +44,7 @@ class DynamicConv2d(MapAttention):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class DynamicConv1d(nn.Module):
         (B, C, T) -> (B, C, T)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class DynamicConv1d(nn.Module):
             (B, C, T).
 
         Raises:
-            ValueError: a shape, a device or a combination of arguments is invalid.
+            ValueError: A shape, a device or a combination of arguments is invalid.
             TypeError: ``key_padding_mask`` is not bool.
         """
         logits = self._logits(x, key_padding_mask)

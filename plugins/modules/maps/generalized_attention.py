@@ -62,8 +62,8 @@ class FourTerms(EncodedPositions):
             (B, C, H, W), in the memory format of ``x``.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a map does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A map does not have the module's dtype.
         """
         output = self._pooled(x, context)
         if output is None:
@@ -85,7 +85,7 @@ class FourTerms(EncodedPositions):
             (B, M, Hq, Wq, Hk, Wk), or (B, M, Q, Hk, Wk) with ``queries``.
 
         Raises:
-            ValueError: as in :meth:`forward`, or a query lies outside the map.
+            ValueError: As in :meth:`forward`, or a query lies outside the map.
         """
         return map_weights(self._logits(x, context), self.attention_size(x.shape[2:]), queries)
 
@@ -214,7 +214,7 @@ class GeneralizedAttention2d(FourTerms, nn.Module):
             projection; None for none. The paper has one in its segmentation networks (section 4.1).
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     _abbr_ = "gen_attention_block"  # mmengine's and mmcv's name of the plug-in in checkpoints

@@ -68,7 +68,7 @@ class LocalBilateralConv2d(MapAttention):
         (B, in_channels, H, W) -> (B, out_channels, Hq, Wq), the size of a convolution with these arguments
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others, or the map is too small.
+        ValueError: An argument is out of range or inconsistent with the others, or the map is too small.
     """
 
     def __init__(

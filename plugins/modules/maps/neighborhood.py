@@ -103,7 +103,7 @@ class NeighborhoodAttention2d(_NeighborhoodAttention):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class NeighborhoodAttention2d(_NeighborhoodAttention):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
-            ValueError: the shape does not match.
+            ValueError: The shape does not match.
         """
         attended = attend(self._logits(x)).permute(0, 1, 4, 2, 3).flatten(1, 2)
         return self.gamma(x, self.proj(attended))
@@ -152,7 +152,7 @@ class NeighborhoodAttention1d(_NeighborhoodAttention):
         (B, C, T) -> (B, C, T)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class NeighborhoodAttention1d(_NeighborhoodAttention):
         """Apply the layer: (B, C, T) -> (B, C, T).
 
         Raises:
-            ValueError: the shape does not match.
+            ValueError: The shape does not match.
         """
         attended = self.proj(attend(self._logits(x)).squeeze(2).transpose(2, 3).flatten(1, 2))
         return self.gamma(x.unsqueeze(2), attended.unsqueeze(2)).squeeze(2)
@@ -193,7 +193,7 @@ class NeighborhoodAttention1d(_NeighborhoodAttention):
             (B, M, T, T), or (B, M, Q, T) with ``queries``; 0 outside a query's window.
 
         Raises:
-            ValueError: as in :meth:`forward`, or a query lies outside the sequence.
+            ValueError: As in :meth:`forward`, or a query lies outside the sequence.
         """
         return self._written(map_weights, self._logits(x), queries)
 

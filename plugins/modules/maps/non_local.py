@@ -61,7 +61,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         (B, C, H, W) -> (B, C, H, W)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     conv, zero_conv, sub_sampling = nn.Conv2d, ZeroConv2d, (2, 2)
@@ -104,7 +104,7 @@ class NonLocal2d(NonLocalBlock, RelativeTables):
         """Apply the layer: (B, C, H, W) -> (B, C, H, W).
 
         Raises:
-            ValueError: the shape does not match, or needs tables of another size while ``resize_tables`` is False.
+            ValueError: The shape does not match, or needs tables of another size while ``resize_tables`` is False.
         """
         attended = self.attended(self._embeddings(x)).squeeze(1).permute(0, 3, 1, 2)
         return x + in_format_of(x, self.out(attended))

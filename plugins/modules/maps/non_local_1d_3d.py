@@ -49,7 +49,7 @@ class _NonLocalTokens(NonLocalBlock):
         """Apply the layer: (B, C, *size) -> (B, C, *size).
 
         Raises:
-            ValueError: the shape does not match.
+            ValueError: The shape does not match.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         attended = self.attended(self._embeddings(x))
@@ -68,7 +68,7 @@ class _NonLocalTokens(NonLocalBlock):
             (B, 1, *size, *key_size), queries before keys, or (B, 1, Q, *key_size) with ``queries``.
 
         Raises:
-            ValueError: as in :meth:`forward`; a query lies outside ``x``; or the mode has no attention weights.
+            ValueError: As in :meth:`forward`; a query lies outside ``x``; or the mode has no attention weights.
         """
         self.check_gaussian()
         logits, size = self._embeddings(x), x.shape[2:]
@@ -110,7 +110,7 @@ class NonLocal1d(_NonLocalTokens):
         (B, C, L) -> (B, C, L)
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     conv, zero_conv, sub_sampling, axes = nn.Conv1d, ZeroConv1d, (2,), "L"
@@ -138,7 +138,7 @@ class NonLocal3d(_NonLocalTokens):
         (B, C, T, H, W) -> (B, C, T, H, W), in the memory format of the input
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     conv, zero_conv, sub_sampling, axes = nn.Conv3d, ZeroConv3d, (1, 2, 2), "T, H, W"

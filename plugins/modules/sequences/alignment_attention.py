@@ -128,7 +128,7 @@ class AlignmentAttention(nn.Module):
         -> context (B, T, source_channels), alignment (B, T, S)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class AttendedLSTM(nn.Module):
         dropout: Dropout probability of the words, of ã, and between layers.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class AttendedLSTM(nn.Module):
             ã (B, T, C), α (B, T, S) and the state after the last word.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: an argument is not a Tensor, or does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: An argument is not a Tensor, or does not have the module's dtype.
         """
         check_sequence("words", words, self.embed_dim, self.output)
         check_source("source", source, self.embed_dim, words.shape[0], self.output)

@@ -27,7 +27,7 @@ class MultiheadAttention(MultiheadSpatialAttention):
         query (B, T, C), key (B, S, C) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(

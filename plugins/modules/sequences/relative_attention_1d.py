@@ -42,7 +42,7 @@ class RelativeSelfAttention(BandedSelfAttention):
         (B, T, C) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class MultiheadSpatialAttention(SequenceAttention):
         query (B, T, C), key and value (B, S, kdim) -> (B, T, C)
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -138,8 +138,8 @@ class MultiheadSpatialAttention(SequenceAttention):
             (B, T, C).
 
         Raises:
-            ValueError: a shape, a device or a combination of arguments is invalid.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape, a device or a combination of arguments is invalid.
+            TypeError: A tensor does not have the module's dtype.
         """
         logits = self._logits(query, key, value, key_padding_mask=key_padding_mask, cache=cache)
         output = attend(logits, self.dropout if self.training else 0.0)

@@ -183,7 +183,7 @@ class MultiScaleDeformableAttention(SampledAttention):
         key_saliency: Whether to add ε3 to the logits.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -272,8 +272,8 @@ class MultiScaleDeformableAttention(SampledAttention):
             (Q, B, C), or (B, Q, C) with ``batch_first``.
 
         Raises:
-            ValueError: a shape or a device does not match.
-            TypeError: a required argument is None, or query or value does not have the module's dtype.
+            ValueError: A shape or a device does not match.
+            TypeError: A required argument is None, or query or value does not have the module's dtype.
         """
         return self.attend(query, value, identity, query_pos, key_padding_mask, reference_points, spatial_shapes)
 

@@ -79,7 +79,7 @@ class SpaceTimeSelfAttention(nn.Module):
             the attention half of TimeSformer's block.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SpaceTimeSelfAttention(nn.Module):
             (B, P + N, C), what a residual block adds to ``x``: the results of all steps.
 
         Raises:
-            ValueError: a shape does not match.
+            ValueError: A shape does not match.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         before, result = self.steps(x, grid, prefix_tokens)

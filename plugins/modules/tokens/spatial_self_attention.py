@@ -51,7 +51,7 @@ class SpatialSelfAttention(GridAttention):
         gate_init: Initial gate. At 0 a layer without the content term starts with equal weights for all keys.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     def __init__(
@@ -116,8 +116,8 @@ class SpatialSelfAttention(GridAttention):
             (B, P + N, C).
 
         Raises:
-            ValueError: a shape does not match, or a required grid is missing.
-            TypeError: an argument is not a Tensor, or does not have the module's dtype.
+            ValueError: A shape does not match, or a required grid is missing.
+            TypeError: An argument is not a Tensor, or does not have the module's dtype.
         """
         q, k, v, places, P, mask = self._prepared(query, key, value, grid, key_padding_mask, attn_mask, prefix_tokens)
         dropout = self.dropout if self.training else 0.0

@@ -99,7 +99,7 @@ class WindowSelfAttention(GridTerms):
         smoothing: σ: ``'zscore'`` standardises a query's δ over its keys, ``'sqrt_d'`` divides them by √d.
 
     Raises:
-        ValueError: an argument is out of range or inconsistent with the others.
+        ValueError: An argument is out of range or inconsistent with the others.
     """
 
     map_axes = slice(1, 3)  # the input's H and W, for ``capture_attention``
@@ -206,7 +206,7 @@ class WindowSelfAttention(GridTerms):
             (B, H, W, C).
 
         Raises:
-            ValueError: a shape does not match.
+            ValueError: A shape does not match.
             TypeError: ``x`` is not a Tensor, or does not have the module's dtype.
         """
         self._check(x)
@@ -230,8 +230,8 @@ class WindowSelfAttention(GridTerms):
             (B, M, H, W, H, W), or (B, M, Q, H, W) with ``queries``; 0 outside a query's window.
 
         Raises:
-            ValueError: a shape does not match, or ``queries`` are not positions on the map.
-            TypeError: as in :meth:`forward`.
+            ValueError: A shape does not match, or ``queries`` are not positions on the map.
+            TypeError: As in :meth:`forward`.
         """
         self._check(x)
         if self.window == "centred":

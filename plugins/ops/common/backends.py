@@ -130,7 +130,7 @@ def backend(name: str) -> Iterator[None]:
     tensors in threads of its own, which a backend that is forced around the backward alone does not reach.
 
     Raises:
-        ValueError: by the operator, where its table has no such backend or the backend cannot compute the call.
+        ValueError: By the operator, where its table has no such backend or the backend cannot compute the call.
     """
     before, _state.forced = _state.forced, name
     try:
@@ -151,7 +151,7 @@ def explain(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Choice:
 
     Raises:
         TypeError: ``operator`` is not one of ours.
-        ValueError: a backend is forced that cannot compute the call.
+        ValueError: A backend is forced that cannot compute the call.
     """
     before, _state.explaining = _state.explaining, True
     try:
@@ -174,7 +174,7 @@ def choose(operator: str, table: Sequence[Backend], terms: Any, options: Any, ba
     """Return the backend that computes, and log once which one it is where compiled kernels do not run at all.
 
     Raises:
-        ValueError: the backend that :func:`backend` forces is not in the table, or cannot compute the call.
+        ValueError: The backend that :func:`backend` forces is not in the table, or cannot compute the call.
     """
     name = _state.forced
     if backward and name == REFERENCE:  # of a forward that another backend computed

@@ -56,8 +56,8 @@ def criss_cross_attention(
         and gradients are wanted.
 
     Raises:
-        ValueError: a shape or a device does not match, or the map is empty.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape or a device does not match, or the map is empty.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     terms = Terms(query, key, value, position_logits)
     _check(*terms)

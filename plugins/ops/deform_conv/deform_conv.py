@@ -52,8 +52,8 @@ def deform_conv2d(
         (B, C_out, Ho, Wo), channels-last if ``input`` is.
 
     Raises:
-        ValueError: a shape, a device or a convolution parameter does not match.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape, a device or a convolution parameter does not match.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     stride = expand("stride", stride, 2, 1)
     padding = expand("padding", padding, 2, 0)
@@ -88,8 +88,8 @@ def deform_conv1d(
         (B, C_out, L_out).
 
     Raises:
-        ValueError: a shape, a device or a convolution parameter does not match.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape, a device or a convolution parameter does not match.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     geometry = expand("stride", stride, 1, 1), expand("padding", padding, 1, 0), expand("dilation", dilation, 1, 1)
     options = _checked(Terms(input, offset, weight, bias, mask), *geometry)

@@ -73,8 +73,8 @@ def deformable_attention(
         (B, Q, M * d), in the value's dtype.
 
     Raises:
-        ValueError: a shape or a device does not match, or ``nan_policy`` is unknown.
-        TypeError: an argument is not a Tensor or has an unsupported dtype.
+        ValueError: A shape or a device does not match, or ``nan_policy`` is unknown.
+        TypeError: An argument is not a Tensor or has an unsupported dtype.
     """
     if nan_policy not in NAN_POLICIES:
         raise ValueError(f"nan_policy must be one of {', '.join(NAN_POLICIES)}, got {nan_policy!r}")
@@ -131,7 +131,7 @@ def shapes_on_host(spatial_shapes: Any) -> list[tuple[int, int]]:
     On a GPU, a change by other means than PyTorch's operations, such as ``.data``, is not noticed.
 
     Raises:
-        ValueError: it does not hold (H, W) of at least one level.
+        ValueError: It does not hold (H, W) of at least one level.
     """
     if isinstance(spatial_shapes, Tensor):
         # NumPy may change what is on the host; tensors of inference mode have no version.

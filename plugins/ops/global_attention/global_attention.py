@@ -68,8 +68,8 @@ def global_attention(
         (B, M, Hq, Wq, dv). Hq or Wq is 1 if it is in all arguments that have it.
 
     Raises:
-        ValueError: a shape or a device does not match, or there is no key.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape or a device does not match, or there is no key.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     terms = Terms(query, key, value, row_logits, column_logits, key_logits)
     _check(terms)

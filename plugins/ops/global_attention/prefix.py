@@ -35,8 +35,8 @@ def with_prefix(terms: Terms, prefix_key: Tensor | None, prefix_value: Tensor | 
         prefix_value: (B, M, P, dv).
 
     Raises:
-        ValueError: a shape or a device does not match, or one of the two is missing.
-        TypeError: their dtype is not that of the value.
+        ValueError: A shape or a device does not match, or one of the two is missing.
+        TypeError: Their dtype is not that of the value.
     """
     query, key, value, row_logits, column_logits, key_logits = terms
     _check(query, value, prefix_key, prefix_value)

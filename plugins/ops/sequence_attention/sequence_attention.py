@@ -81,8 +81,8 @@ def sequence_attention(
         not be modified in place if gradients are wanted.
 
     Raises:
-        ValueError: a shape, a device or a number does not match, or there is no key.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape, a device or a number does not match, or there is no key.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     given = as_number(outside_logits)
     is_number = isinstance(given, (int, float, torch.SymFloat))

@@ -71,8 +71,8 @@ def window_attention(
         (B, M, *spatial_q, dv); 0 if every key of a window is outside the map or has the logit -inf.
 
     Raises:
-        ValueError: a shape, a device or a number does not match, or the map is empty.
-        TypeError: the tensors are not floating-point or do not share one dtype.
+        ValueError: A shape, a device or a number does not match, or the map is empty.
+        TypeError: The tensors are not floating-point or do not share one dtype.
     """
     terms = Terms(query, key, value, position_logits)
     check_tensors("value", **terms._asdict())

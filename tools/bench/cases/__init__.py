@@ -22,7 +22,7 @@ def cases(name: str, device: str) -> list[Case]:
     """Return the rows of one benchmark; those of CUDA by dtype, bfloat16 first.
 
     Raises:
-        KeyError: there is no benchmark of this name.
+        KeyError: There is no benchmark of this name.
     """
     if name not in (*NAMES, *MORE):
         raise KeyError(name)

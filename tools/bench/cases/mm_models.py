@@ -51,7 +51,7 @@ def _forwards() -> list[Forward]:
     """Return what the drop-in changes, which then is the toolkits' own again.
 
     Raises:
-        RuntimeError: the drop-in was there before.
+        RuntimeError: The drop-in was there before.
     """
     for toolkit in ("mmdet.models", "mmseg.models"):
         importlib.import_module(toolkit)

@@ -48,8 +48,8 @@ class BandedSelfAttention(SequenceAttention):
             (B, T, C).
 
         Raises:
-            ValueError: a shape, a device or a combination of arguments is invalid.
-            TypeError: a tensor does not have the module's dtype.
+            ValueError: A shape, a device or a combination of arguments is invalid.
+            TypeError: A tensor does not have the module's dtype.
         """
         logits = self._logits(query, key_padding_mask=key_padding_mask, cache=cache)
         if cache is not None:
