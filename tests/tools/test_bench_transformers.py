@@ -19,7 +19,7 @@ def narrow(_):
 
     stages = dict(out_features=["stage2", "stage3", "stage4"], depths=[1] * 4, hidden_sizes=[8, 8, 16, 16])
     backbone = ResNetConfig(embedding_size=8, **stages)
-    return room.PLAIN | dict(backbone_config=backbone, encoder_layers=1, decoder_layers=1, num_queries=9)
+    return room.PLAIN | dict(backbone_config=backbone, encoder_layers=1, decoder_layers=2, num_queries=9)
 
 
 @pytest.fixture(autouse=True)

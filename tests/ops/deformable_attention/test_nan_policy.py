@@ -35,7 +35,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(*values, place, marks=[*marks, *([pytest.mark.slow] if interpreted else [])])
 
 
-everywhere = pytest.mark.parametrize("name, backend, device, place", cases())
+everywhere = pytest.mark.parametrize("name, backend, device, place", list(cases()))
 
 
 def spoilt(some: Example, place: tuple[float, float]) -> Example:
