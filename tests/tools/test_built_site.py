@@ -69,7 +69,7 @@ def test_search_engines_see_titles_and_descriptions_and_the_navigation_headings(
     text = (SITE / "howto/errors.html").read_text()
     assert "<title>Fix: No module named" in text
     assert '<meta name="description" content="Errors of compiled extensions' in text
-    assert "Errors of extensions that are not compiled, and how to mend them" in (SITE / "index.html").read_text()
+    assert "Errors of extensions that are not compiled, and how to fix them" in (SITE / "index.html").read_text()
 
 
 @pytest.mark.parametrize("words, wanted", [("window_attention", "reference/ops.html"), ("shaw", "start/fairseq.html")])

@@ -61,15 +61,12 @@ class Backend(NamedTuple):
 
     def refusal(self, terms: Any, options: Any, backward: bool = False, forced: bool = False) -> str | None:
         """Return the reason why this backend does not serve a call, or None; forced, it has no preferences."""
-        reason = self.cannot(terms, options)
-        if reason is None and backward and self.cannot_backward is not None:
-            reason = self.cannot_backward(terms, options)
-        if reason is None and not forced:
-            if self.prefers_not is not None:
-                reason = self.prefers_not(terms, options)
-            if reason is None and backward and self.prefers_not_backward is not None:
-                reason = self.prefers_not_backward(terms, options)
-        return reason
+        # Preferences first: they cost less to ask than, for example, whether torchvision's kernels would meet a NaN.
+        preferences = () if forced else (self.prefers_not, self.prefers_not_backward if backward else None)
+        for predicate in (*preferences, self.cannot, self.cannot_backward if backward else None):
+            if predicate is not None and (reason := predicate(terms, options)) is not None:
+                return reason
+        return None
 
 
 class Failure(str):

@@ -215,7 +215,7 @@ def query_gradients(
 
     ``delta`` (B, M, queries), which a softmax's gradient subtracts, is the weighted mean of value·grad_output, and
     for float32 ``inverse`` is the factor with which weights of the log-sum-exp sum to 1. The mean is first taken from
-    the output, and mended by the sum of what it gives; where that is :func:`.unsettled`, everything is computed once
+    the output, and corrected by the sum of what it gives; where that is :func:`.unsettled`, everything is computed once
     more.
     """
     head, b, m, cells, known = block_of_queries(M, queries, QUERIES)

@@ -124,7 +124,7 @@ def differentiate_queries(
     """Write the gradients of what belongs to a block of queries, and what the other kernels need of these.
 
     That is ``delta``, the weighted mean of value·grad_output, and for float32 ``inverse``, the factor with which
-    weights of the log-sum-exp sum to 1. The mean is first taken from the output, and mended by the sum of what it
+    weights of the log-sum-exp sum to 1. The mean is first taken from the output, and corrected by the sum of what it
     gives; where that is :func:`.unsettled`, everything is computed once more.
     """
     blocks = tl.cdiv(T, BLOCK_T)

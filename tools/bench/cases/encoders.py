@@ -117,8 +117,9 @@ def built(title: str, shape: tuple[int, ...], device: str) -> Mapping[str, Steps
 
 def cases(device: str) -> list[Case]:
     made = []
-    for title, (_, (B, _, H, W)) in ENCODERS.items():
-        if device == "cpu" or title != FUNCTION:
-            of_model = rows(f"{title}, {H}x{W}, batch {B}", STOCK, partial(built, title, ENCODERS[title].shape), device)
+    for title, encoder in ENCODERS.items():
+        B, _, H, W = encoder.shape
+        if device == "cpu" or title != FUNCTION:  # the drop-in replaces torchvision's kernels for CPUs alone
+            of_model = rows(f"{title}, {H}x{W}, batch {B}", STOCK, partial(built, title, encoder.shape), device)
             made += [replace(case, timing="graph", heavy=True) for case in of_model] if device == "cpu" else of_model
     return made
