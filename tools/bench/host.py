@@ -162,9 +162,8 @@ def as_on_cuda() -> Iterator[Callable[[], int]]:
         stack.enter_context(patch.object(triton_launch, "state", lambda tensor: ("models", tensor.dtype)))
         served = cuda_convolution.BACKEND._replace(cannot=backends.never)
         stack.enter_context(patch.object(CONVOLVE, "table", [served]))
-        for (
-            operator
-        ) in operator_module.OPERATORS.values():  # tensors of the CPU, for which Triton is not the first, nor preferred
+        # Tensors of the CPU, for which Triton is not the first, nor preferred.
+        for operator in operator_module.OPERATORS.values():
             first = [row._replace(prefers_not=None) for row in operator.table if row.name == triton_launch.NAME]
             stack.enter_context(patch.object(operator, "table", [*first, *operator.table]))
         stack.enter_context(patch.object(transposition, "has_kernel", lambda tensor: True))
