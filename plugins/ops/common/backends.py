@@ -61,9 +61,9 @@ class Backend(NamedTuple):
 
     def refusal(self, terms: Any, options: Any, backward: bool = False, forced: bool = False) -> str | None:
         """Return the reason why this backend does not serve a call, or None; forced, it has no preferences."""
-        # Preferences first: they cost less to ask than, for example, whether torchvision's kernels would meet a NaN.
+        # Preferences last: they compare sizes, which an export for any size would keep as limits.
         preferences = () if forced else (self.prefers_not, self.prefers_not_backward if backward else None)
-        for predicate in (*preferences, self.cannot, self.cannot_backward if backward else None):
+        for predicate in (self.cannot, self.cannot_backward if backward else None, *preferences):
             if predicate is not None and (reason := predicate(terms, options)) is not None:
                 return reason
         return None

@@ -30,15 +30,11 @@ def cannot(terms: Terms, options: Options) -> str | None:
     kind = terms.input.device.type
     if kind == "meta":
         return "it serves GPUs, and the tensors are on meta"
-    if reason := _missing(kind):
-        return reason
-    if kind == "cpu" and terms.offset.isnan().any():
-        return "offset has a NaN, for which torchvision's kernels for CPUs read beyond their memory"
-    return None
+    return _missing(kind)
 
 
 def prefers_not(terms: Terms, options: Options) -> str | None:
-    """Leave CPUs to others, on which every call would look for NaN."""
+    """Leave CPUs to others, on which every call looks for NaN."""
     return "it serves GPUs, and the tensors are on cpu" if terms.input.device.type == "cpu" else None
 
 
@@ -64,6 +60,8 @@ def _missing(kind: str) -> str | None:
 def _arguments(terms: Terms, options: Options) -> tuple[Any, ...]:
     """Return the arguments of torchvision's operators, tensors in at least float32."""
     input, offset, weight, bias, mask = at_least_float32(*terms)
+    if offset.device.type == "cpu" and offset.isnan().any():
+        raise ValueError("offset has a NaN, for which torchvision's kernels for CPUs read beyond their memory")
     if bias is None:
         bias = input.new_zeros(weight.shape[0])
     stand_in = input.new_zeros(offset.shape[0], 0) if mask is None else mask
