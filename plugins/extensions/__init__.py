@@ -24,7 +24,8 @@ package                             …, ``modulated_deform_conv_cuda_forward``,
                                     ``nms``, ``roi_align_…``, ``roi_pool_…``,
                                     ``sigmoid_focalloss_…``
 ``natten``, ``natten.functional``   ``NeighborhoodAttention1D``, ``…2D``,           code for NATTEN up to 0.19, such as
-                                    ``natten1dqkrpb``, ``natten2dav``, …            transformers' DiNAT, allin1
+                                    ``natten1dqkrpb``, ``natten2dav``, …,           transformers' DiNAT, allin1,
+                                    ``na2d_qk``, ``na2d_av``, …                     OverLoCK
 ==================================  ==============================================  =================================
 
 They need no compiler and also run on CPUs, though the Python code of DCNv4 asks for a GPU when it is imported, and that

@@ -1,8 +1,8 @@
 """Functions of ``natten.functional`` under the names that NATTEN 0.20 dropped (Hassani et al. 2023), on all devices.
 
-``natten2dqkrpb`` and the like write out logits or read weights, (B, M, H, W, K²), and otherwise store nothing for each
-tap; ``na1d`` and ``na2d`` store none of them. All have gradients of any order. Windows are moved inward at the border;
-causal ones and strides are not served.
+``natten2dqkrpb``, ``na2d_qk`` and the like write out logits or read weights, (B, M, H, W, K²), and otherwise store
+nothing for each tap; ``na1d`` and ``na2d`` store none of them. All have gradients of any order. Windows are moved
+inward at the border; causal ones and strides are not served.
 
 Shapes: B batch, M heads, L positions of a sequence or (H, W) of a map, d width of a head, K taps along an axis.
 """
@@ -22,7 +22,10 @@ from ..ops.window_attention.eager import add, at, taps
 from ..ops.window_attention.operands import Options
 from ..terms.neighborhood import neighborhood_logits
 
-__all__ = ["na1d", "na2d", "natten1dav", "natten1dqk", "natten1dqkrpb", "natten2dav", "natten2dqk", "natten2dqkrpb"]
+__all__ = [
+    "na1d", "na1d_av", "na1d_qk", "na2d", "na2d_av", "na2d_qk",
+    "natten1dav", "natten1dqk", "natten1dqkrpb", "natten2dav", "natten2dqk", "natten2dqkrpb",
+]  # fmt: skip
 Size = int | Sequence[int]
 
 
@@ -79,6 +82,45 @@ def natten1dav(attn: Tensor, value: Tensor, kernel_size: int, dilation: int = 1)
     return natten2dav(attn.unsqueeze(2), value.unsqueeze(2), (1, kernel_size), (1, dilation)).squeeze(2)
 
 
+def na2d_qk(
+    query: Tensor, key: Tensor, kernel_size: Size, dilation: Size = 1, *, rpb: Tensor | None = None, **others: Any
+) -> Tensor:
+    """Return :func:`natten2dqkrpb`, as NATTEN 0.17 to 0.19 call it; ``others`` are refused as by :func:`na2d`."""
+    _refuse(**others)
+    return natten2dqkrpb(query, key, rpb, kernel_size, dilation)
+
+
+def na2d_av(attn: Tensor, value: Tensor, kernel_size: Size, dilation: Size = 1, **others: Any) -> Tensor:
+    """Return :func:`natten2dav`, likewise."""
+    _refuse(**others)
+    return natten2dav(attn, value, kernel_size, dilation)
+
+
+def na1d_qk(
+    query: Tensor, key: Tensor, kernel_size: int, dilation: int = 1, *, rpb: Tensor | None = None, **others: Any
+) -> Tensor:
+    """Return :func:`natten1dqkrpb`, likewise."""
+    _refuse(**others)
+    return natten1dqkrpb(query, key, rpb, kernel_size, dilation)
+
+
+def na1d_av(attn: Tensor, value: Tensor, kernel_size: int, dilation: int = 1, **others: Any) -> Tensor:
+    """Return :func:`natten1dav`, likewise."""
+    _refuse(**others)
+    return natten1dav(attn, value, kernel_size, dilation)
+
+
+def _refuse(is_causal: bool | Sequence[bool] = False, stride: Size = 1, **others: Any) -> None:
+    """Raise NotImplementedError for options that would change the result."""
+    causal = any(is_causal) if isinstance(is_causal, Sequence) else is_causal
+    given = [name for name, option in others.items() if option is not None]
+    if causal or pair("stride", stride) != (1, 1) or given:
+        raise NotImplementedError(
+            "attn_plugins stands in for natten, and has no causal windows, strides or other options of its functions: "
+            f"got is_causal={is_causal}, stride={stride}{''.join(f', {name}' for name in given)}. Install natten"
+        )
+
+
 def na2d(
     query: Tensor, key: Tensor, value: Tensor, kernel_size: Size, *, stride: Size = 1, dilation: Size = 1,
     is_causal: bool | Sequence[bool] = False, rpb: Tensor | None = None, scale: float | None = None, **others: Any,
@@ -99,13 +141,7 @@ def na2d(
         ValueError: A shape does not fit, or a map is smaller than the window.
         NotImplementedError: An option is not served.
     """
-    causal = any(is_causal) if isinstance(is_causal, Sequence) else is_causal
-    given = [name for name, option in others.items() if option is not None]
-    if causal or pair("stride", stride) != (1, 1) or given:
-        raise NotImplementedError(
-            "attn_plugins stands in for natten, and has no causal windows, strides or other options of na1d and na2d: "
-            f"got is_causal={is_causal}, stride={stride}{''.join(f', {name}' for name in given)}. Install natten"
-        )
+    _refuse(is_causal, stride, **others)
     q, k, v = (t.movedim(-2, 1) for t in (query, key, value))
     kernel, step = pair("kernel_size", kernel_size), pair("dilation", dilation)
     position = None if rpb is None else neighborhood_logits(rpb, v.shape[2:4], kernel, step).to(query.dtype)

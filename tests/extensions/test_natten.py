@@ -11,7 +11,11 @@ from torch import Tensor
 from attn_plugins.extensions import natten, natten_functional
 from attn_plugins.extensions.natten_functional import (
     na1d,
+    na1d_av,
+    na1d_qk,
     na2d,
+    na2d_av,
+    na2d_qk,
     natten1dav,
     natten1dqk,
     natten1dqkrpb,
@@ -109,12 +113,17 @@ def test_fused_attention_is_that_of_the_steps(geometry):
     rpb = drawn(3, 2 * K - 1, 2 * K - 1)
     logits = natten2dqkrpb(query * 0.3, key, rpb, K, dilation)
     expected = natten2dav(logits.softmax(-1), value, K, dilation).movedim(1, 3)
+    steps = na2d_qk(query * 0.3, key, K, dilation, rpb=rpb).softmax(-1)
+    assert torch.equal(na2d_av(steps, value, kernel_size=K, dilation=dilation).movedim(1, 3), expected)
     heads_last = [t.movedim(1, 3) for t in (query, key, value)]
     torch.testing.assert_close(na2d(*heads_last, K, dilation=dilation, rpb=rpb, scale=0.3), expected)
     row = [t[:, 0] for t in heads_last]
     if K * dilation <= W:
         expected = na2d(*(t[:, None] for t in row), (1, K), dilation=(1, dilation), rpb=rpb[:, K - 1 : K])[:, 0]
         torch.testing.assert_close(na1d(*row, K, dilation=dilation, rpb=rpb[:, K - 1]), expected)
+        q, k, v = (t.movedim(2, 1) for t in row)
+        steps = na1d_qk(q * 0.5, k, kernel_size=K, dilation=dilation, rpb=rpb[:, K - 1]).softmax(-1)
+        torch.testing.assert_close(na1d_av(steps, v, K, dilation).movedim(1, 2), expected)
         torch.testing.assert_close(na1d(*row, (K,), dilation=(dilation,), rpb=rpb[:, K - 1], stride=1), expected)
 
 
@@ -177,12 +186,18 @@ def test_errors():
         lambda: na2d(x, x, x, 3, stride=2),
         lambda: na2d(x, x, x, 3, is_causal=(True, False)),
         lambda: na2d(x, x, x, 3, additional_keys=x),
+        lambda: na2d_qk(x, x, 3, is_causal=True),
+        lambda: na2d_av(x, x, 3, additional_values=x),
+        lambda: na1d_qk(x[0], x[0], 3, is_causal=True),
+        lambda: na1d_av(x[0], x[0], 3, stride=2),
     ):
         with pytest.raises(NotImplementedError, match="stands in for natten, and has no"):
             call()
 
 
-NAMES = "natten1dav, natten1dqk, natten1dqkrpb, natten2dav, natten2dqk, natten2dqkrpb"
+NAMES = (
+    "na1d_av, na1d_qk, na2d_av, na2d_qk, natten1dav, natten1dqk, natten1dqkrpb, natten2dav, natten2dqk, natten2dqkrpb"
+)
 NEWER = {"natten/__init__.py": "from . import functional", "natten/functional.py": "def na2d(): return 'compiled'"}
 
 
