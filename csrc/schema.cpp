@@ -1,5 +1,5 @@
 // Schemas of the kernels, each in the folder of its operator. The operators themselves, with their fake
-// functions and gradients, are defined by plugins/ops/common/operator.py.
+// functions and gradients, are defined by plugins/core/operator.py.
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(attn_plugins, m) {

@@ -94,7 +94,7 @@ def is_own_user_dir(path: str | os.PathLike[str]) -> bool:
         return False
     if folder.samefile(FAIRSEQ_USER_DIR):
         return True
-    ours = ("autoload.py", "fairseq/__init__.py", "ops/common/library.py")
+    ours = ("autoload.py", "fairseq/__init__.py", "core/library.py")
     if folder.name == "fairseq" and all((folder.parent / name).is_file() for name in ours):
         logger.warning("--user-dir %s: using the installed attn_plugins in %s instead", path, PACKAGE)
         return True

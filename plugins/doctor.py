@@ -79,7 +79,7 @@ def _binaries(report: Report) -> None:
     import torch
 
     try:
-        from attn_plugins.ops.common import library
+        from attn_plugins.core import library
     except Exception as error:
         return report.fail("ops", _words(error))
     for device, name in (("cpu", "_C"), ("cuda", "_C_cuda")):
@@ -105,7 +105,7 @@ def _is_due(device: str) -> bool:
     import torch
     from packaging.version import Version
 
-    from attn_plugins.ops.common import library
+    from attn_plugins.core import library
 
     return Version(torch.__version__) >= library.OLDEST_TORCH and (device == "cpu" or torch.version.cuda is not None)
 
@@ -114,8 +114,8 @@ def _operators(report: Report, device: str) -> None:
     """Compare a small call of every operator with its reference, and report which backend ran."""
     import torch
 
+    from attn_plugins.core.devices import has_float64
     from attn_plugins.ops import backend, explain
-    from attn_plugins.ops.common.devices import has_float64
     from attn_plugins.ops.examples import drawing, examples
 
     exact = examples(drawing(device, torch.float64 if has_float64(device) else torch.float32))

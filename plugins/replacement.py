@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .core import library, triton_launch
+from .core.gradients import traced
 from .import_hooks import after_import
 from .ops import use_onednn
-from .ops.common import library, triton_launch
-from .ops.common.gradients import traced
 
 # Adapters by the package whose layers they know; each has PLACES and ``place_of``.
 ADAPTERS = {

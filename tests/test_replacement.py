@@ -22,7 +22,7 @@ from torchvision.models.feature_extraction import create_feature_extractor
 from torchvision.ops import DeformConv2d
 
 from attn_plugins import replacement
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 from attn_plugins.replacement import accelerate, is_replaced, restore
 from tests.helpers.replacement import Watch
 

@@ -32,7 +32,7 @@ if ! "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 
 loads() { # status 0 if the CUDA binary loads and has code for this device
-    "$PYTHON" -W ignore -c 'import sys; from attn_plugins.ops.common import library; sys.exit(library.refusal("cuda", "cuda"))'
+    "$PYTHON" -W ignore -c 'import sys; from attn_plugins.core import library; sys.exit(library.refusal("cuda", "cuda"))'
 }
 
 build() {

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     expected = parser.parse_args(arguments).kernels
 
     from attn_plugins import doctor
-    from attn_plugins.ops.common import library
+    from attn_plugins.core import library
 
     found = "cpu" if library.has_kernel("cpu") else "none"
     if found != expected:

@@ -128,7 +128,7 @@ do_package() { editable package; }
 do_packages() { editable packages; }
 do_binary() {
     "$PY" setup.py -q build_ext --inplace
-    "$PY" -c 'from attn_plugins.ops.common import library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
+    "$PY" -c 'from attn_plugins.core import library as l; sys = __import__("sys"); sys.exit(l.failures()["cpu"])'
 }
 install() {
     local pins=()

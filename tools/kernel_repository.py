@@ -23,10 +23,10 @@ FIRST = "transformers/sampling.py"  # what it imports is copied
 NAMESPACE = "name of this build"
 CHANGED = {  # the copies know no binary, and their operators have a name of their own
     "ops/deformable_attention/deformable_attention.py": {
-        "from . import cpu, cuda, eager, onnx, reference, triton\n": "from . import eager, onnx, reference, triton\n",
+        "from . import cpu, cuda, eager, onnx_node,": "from . import eager, onnx_node,",
         "table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND]": "table=[triton.BACKEND, eager.BACKEND]",
     },
-    "ops/common/operator.py": {'NAMESPACE = "attn_plugins"\n': f'NAMESPACE = "{NAMESPACE}"\n'},
+    "core/operator.py": {'NAMESPACE = "attn_plugins"\n': f'NAMESPACE = "{NAMESPACE}"\n'},
 }
 INIT = '''\
 """Multi-scale deformable attention (Zhu et al. 2021), from attn_plugins."""

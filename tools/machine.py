@@ -22,7 +22,7 @@ def instructions() -> str:
     """
     import torch
 
-    from attn_plugins.ops.common import library
+    from attn_plugins.core import library
 
     capability, level = torch.backends.cpu.get_cpu_capability(), library.cpu_level()
     name = CAPABILITIES.get(capability, capability)

@@ -37,7 +37,7 @@ sanitized() { LD_PRELOAD="${libraries[0]}:${libraries[1]}" "$@"; }
 
 sanitized "$PY" - <<'CHECK'
 from pathlib import Path
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 
 assert library.has_kernel("cpu"), library.failures()["cpu"]
 assert "sanitize" in Path(library.__file__).parts, f"{library.__file__} is not the sanitized package"

@@ -117,7 +117,7 @@ check() {
 
 check "every operator beside its reference" emulated -m attn_plugins doctor
 
-check "the binary for 64-bit ARM" emulated -c 'import platform; from attn_plugins.ops.common import library
+check "the binary for 64-bit ARM" emulated -c 'import platform; from attn_plugins.core import library
 assert platform.machine() == "aarch64" and library.has_kernel("cpu"), library.failures()["cpu"]'
 
 check "$CALLS random calls of every operator" emulated -m pytest -q -p no:cacheprovider tests/fuzz/test_calls.py \

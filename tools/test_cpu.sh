@@ -22,7 +22,7 @@ ATTN_PLUGINS_CPU=$CPU ATTN_PLUGINS_BUILD=cpu "$PY" setup.py -q build --build-lib
 export PYTHONPATH=$OUT/lib${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=1
 "$PY" - <<'CHECK'
 import torch
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 
 assert library.failures()["cpu"] is None, library.failures()["cpu"]
 print(f"[test-cpu] {library.__file__}, PyTorch on {torch.backends.cpu.get_cpu_capability()}")

@@ -1,4 +1,4 @@
-// The C interface that plugins/ops/common/library.py calls through ctypes.
+// The C interface that plugins/core/library.py calls through ctypes.
 #include "vectors.h"
 
 #ifdef _WIN32

@@ -1,4 +1,4 @@
-// The C interface that plugins/ops/common/library.py calls through ctypes.
+// The C interface that plugins/core/library.py calls through ctypes.
 #include "launch.cuh"
 
 // Returns nullptr if the kernels can run on the current device, else CUDA's error string. Other failures,

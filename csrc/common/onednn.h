@@ -1,4 +1,4 @@
-// Matrix products of float by oneDNN, for CPU operators. plugins/ops/common/onednn.py has the rule and its
+// Matrix products of float by oneDNN, for CPU operators. plugins/core/onednn.py has the rule and its
 // reason.
 #pragma once
 

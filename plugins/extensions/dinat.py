@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.axes import unflatten
 from ..modules.common.attention import attend
 from ..modules.maps.neighborhood import neighborhood
-from ..ops.common.axes import unflatten
 from .natten_functional import natten2dav, natten2dqkrpb
 
 

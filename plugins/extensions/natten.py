@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..core.axes import unflatten
 from ..import_hooks import after_import
 from ..modules.common.attention import attend
 from ..modules.common.checks import check_heads, pair, positive
 from ..modules.maps.neighborhood import neighborhood
-from ..ops.common.axes import unflatten
 from . import natten_functional
 from .natten_functional import Size, na1d, na2d
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.arguments import arithmetic_dtype
 from ..modules.common.checks import pair
 from ..ops import window_attention
-from ..ops.common.arguments import arithmetic_dtype
 from ..ops.window_attention.eager import add, at, taps
 from ..ops.window_attention.operands import Options
 from ..terms.neighborhood import neighborhood_logits

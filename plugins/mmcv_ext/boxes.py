@@ -12,7 +12,7 @@ import torch
 import torchvision  # noqa: F401  defines torch.ops.torchvision
 from torch import Tensor
 
-from ..ops.common import library
+from ..core import library
 from .calls import check, check_floats, check_shape, operator, widened
 
 SOFT_NMS_METHODS = {0: "naive", 1: "linear", 2: "gaussian"}

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..ops.common.arguments import without_autocast
-from ..ops.common.onnx_export import untraced
+from ..core.arguments import without_autocast
+from ..core.onnx_export import untraced
 
 HALVES = (torch.float16, torch.bfloat16)
 

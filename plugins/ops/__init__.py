@@ -1,8 +1,8 @@
 """Operators, a folder each; :func:`explain` reports the backend of a call, :func:`backend` selects it."""
 
-from .common import counters
-from .common.backends import backend, explain
-from .common.onednn import use_onednn
+from ..core import counters
+from ..core.backends import backend, explain
+from ..core.onednn import use_onednn
 from .criss_cross_attention.criss_cross_attention import criss_cross_attention
 from .deform_conv.deform_conv import deform_conv1d, deform_conv2d
 from .deformable_attention.deformable_attention import deformable_attention

@@ -4,8 +4,8 @@ Every backend must equal these functions, and second derivatives are those of th
 already checked.
 """
 
-from .common.sampling import bilinear_samples
-from .common.softmax import masked_softmax
+from ..core.sampling import bilinear_samples
+from ..core.softmax import masked_softmax
 from .criss_cross_attention.reference import criss_cross_attention, criss_cross_logits, criss_cross_probabilities
 from .deform_conv.reference import deform_conv2d
 from .deformable_attention.reference import deformable_attention

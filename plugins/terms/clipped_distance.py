@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ops.common.axes import unflatten
+from ..core.axes import unflatten
 
 
 def clipped_band(logits: Tensor, reach: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ops.common.arguments import is_size
+from ..core.arguments import is_size
 
 
 def check_size(name: str, size: Sequence[int]) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..ops.common.axes import unflatten
+from ..core.axes import unflatten
 from ..ops.window_attention.operands import first_keys
 
 

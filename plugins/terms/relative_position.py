@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..ops.common.axes import unfold
-from ..ops.common.gradients import traced, transformed
+from ..core.axes import unfold
+from ..core.gradients import traced, transformed
 from .sine_position import sine_encoding
 from .size_cache import cached
 

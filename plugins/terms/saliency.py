@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..core.gradients import is_compiling
 from ..ops import deformable_attention
-from ..ops.common.gradients import is_compiling
 from ..ops.deformable_attention.deformable_attention import shapes_on_host
 
 

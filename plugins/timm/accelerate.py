@@ -24,6 +24,7 @@ import torch
 from timm.models import mvitv2, swin_transformer, swin_transformer_v2
 from torch import Tensor
 
+from ..core.axes import unflatten
 from ..modules.tokens.parts.window_speed import stock_is_faster
 from ..modules.tokens.parts.windows import (
     Fill,
@@ -35,7 +36,6 @@ from ..modules.tokens.parts.windows import (
     project_v2,
 )
 from ..ops import global_attention, sequence_attention
-from ..ops.common.axes import unflatten
 from ..replacement import Place, accelerate
 from ..terms.decomposed_positions import decomposed_logits
 from ..terms.position_table import table_logits

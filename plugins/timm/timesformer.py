@@ -16,10 +16,10 @@ from timm.models.vision_transformer import Attention, VisionTransformer, checkpo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..core.axes import unflatten
 from ..modules.common.checks import check_tensor, one_of, positive
 from ..modules.tokens.parts.space_time_regions import ClipGrid
 from ..modules.tokens.space_time_attention import Pattern, SpaceTimeSelfAttention
-from ..ops.common.axes import unflatten
 from .conventions import transformer_cfg
 from .timesformer_weights import complete, resized_in_time, unwrap
 

@@ -22,9 +22,9 @@ from timm.models.naflexvit import NaFlexVit
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
+from ..core.gradients import is_compiling
 from ..modules.common.storage_state import backward_pass, keep, kept
 from ..modules.tokens.parts.grid_terms import Grid
-from ..ops.common.gradients import is_compiling
 
 SEVERAL = (0, 0)  # in place of a grid, if every image of the batch has its own
 

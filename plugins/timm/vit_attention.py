@@ -16,6 +16,7 @@ from timm.layers import register_notrace_module
 from timm.models.vision_transformer import ATTN_LAYERS
 from torch import Tensor, nn
 
+from ..core.axes import unflatten
 from ..modules.common.bypass import called_dropout
 from ..modules.common.capture import softmax_over_keys
 from ..modules.common.checks import check_heads, check_sequence
@@ -23,7 +24,6 @@ from ..modules.common.tracing import one_node
 from ..modules.common.weights import checked_queries, weights_of
 from ..modules.tokens.parts.grid_attention import GridAttention, check_grid
 from ..modules.tokens.parts.grid_terms import Grid
-from ..ops.common.axes import unflatten
 from ..terms.nonlocal_position import Outside, Smoothing
 from .token_grids import SEVERAL, Places
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..ops.common.arguments import autocast_dtype
+from ..core.arguments import autocast_dtype
 from ..replacement import Place, accelerate
 from . import swin
 

@@ -22,8 +22,8 @@ import torch
 import torchvision  # noqa: F401  it defines the operators
 from torch import Tensor
 
+from ..core import library
 from ..ops import backend, deform_conv2d
-from ..ops.common import library
 from ..ops.deform_conv.deform_conv import CONVOLVE
 from ..ops.deform_conv.operands import Options, Terms
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.common.arguments import FLOATS, autocast_dtype
-from ..ops.common.gradients import traced
+from ..core.arguments import FLOATS, autocast_dtype
+from ..core.gradients import traced
 from ..ops.deformable_attention.deformable_attention import deformable_attention, policy_of_grid_sample
 
 Stock = Callable[..., Tensor]

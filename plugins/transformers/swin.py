@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..core.axes import unflatten
 from ..modules.common.bypass import has_global_hooks, untouched
 from ..modules.tokens.parts.partition import OnWindows, attend_by_cosine, attend_in_segments, on_windows
 from ..modules.tokens.parts.window_speed import stock_is_faster
-from ..ops.common.axes import unflatten
 from ..replacement import Place
 from ..terms.log_positions import bounded_logits
 

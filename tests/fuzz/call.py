@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from attn_plugins import ops
-from attn_plugins.ops.common import backends
-from attn_plugins.ops.common.arguments import arithmetic_dtype
-from attn_plugins.ops.common.chunks import WORKSPACE
+from attn_plugins.core import backends
+from attn_plugins.core.arguments import arithmetic_dtype
+from attn_plugins.core.chunks import WORKSPACE
 
 from . import broken
 from .broken import in_words

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-from attn_plugins.ops.common.operator import NAMESPACE, OPERATORS
+from attn_plugins.core.operator import NAMESPACE, OPERATORS
 
 DEVICE = "otherdevice"
 CALLS: collections.Counter[str] = collections.Counter()

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_plugins.ops.common import backends, triton_launch
-from attn_plugins.ops.common.operator import Operator
-from attn_plugins.ops.common.triton_launch import Launch, Target
+from attn_plugins.core import backends, triton_launch
+from attn_plugins.core.operator import Operator
+from attn_plugins.core.triton_launch import Launch, Target
 
 _TYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
           torch.bool: "i1", torch.uint8: "u8"}  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_plugins.ops.common import plans
+from attn_plugins.core import plans
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.emulated_backend import emulated_by
 from tools.emulation.build import EMULATION, load

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from attn_plugins.ops.common import library
-from attn_plugins.ops.common.operator import OPERATORS
+from attn_plugins.core import library
+from attn_plugins.core.operator import OPERATORS
 
 NAME = "emulated"
 # Operators of the binary, and the emulator's.

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from attn_plugins.core import backends, library
 from attn_plugins.ops import backend, explain, global_attention, sequence_attention
-from attn_plugins.ops.common import backends, library
 from attn_plugins.ops.examples import drawing, examples
 
 CALLS = examples(drawing("cpu", torch.float64))

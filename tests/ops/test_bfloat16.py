@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attn_plugins.core import library
 from attn_plugins.ops import sequence_attention
-from attn_plugins.ops.common import library
 from attn_plugins.ops.sequence_attention import sdpa as sdpa_sequence
 from tests.ops.contract_examples import Example
 from tests.ops.test_contract import example

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from attn_plugins import ops
-from attn_plugins.ops.common.operator import OPERATORS as operators
+from attn_plugins.core.operator import OPERATORS as operators
 from tests.helpers.operator_checks import DEVICES, deterministic_mode, relative_error
 from tests.ops.contract_examples import EXAMPLES, OPERATORS, Example
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from attn_plugins import ops
-from attn_plugins.ops.common import library
-from attn_plugins.ops.common.operator import OPERATORS as operators
-from attn_plugins.ops.common.operator import Operator
+from attn_plugins.core import library
+from attn_plugins.core.operator import OPERATORS as operators
+from attn_plugins.core.operator import Operator
 from tests.helpers import triton_checks
 from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import deterministic_mode

@@ -9,7 +9,7 @@ import torch
 from fvcore.nn import ActivationCountAnalysis, FlopCountAnalysis
 from torch.utils.flop_counter import FlopCounterMode
 
-from attn_plugins.ops.common import counters
+from attn_plugins.core import counters
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.test_contract import Layer, example
 

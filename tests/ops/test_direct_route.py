@@ -13,9 +13,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from attn_plugins.core import operator
+from attn_plugins.core.gradients import unobserved
 from attn_plugins.ops import criss_cross_attention
-from attn_plugins.ops.common import operator
-from attn_plugins.ops.common.gradients import unobserved
 
 
 class Subclass(torch.Tensor):

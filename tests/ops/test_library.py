@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_plugins.core import backends, library, triton_launch
 from attn_plugins.ops import backend, deform_conv2d, deformable_attention, explain, window_attention
-from attn_plugins.ops.common import backends, library, triton_launch
 from attn_plugins.ops.deform_conv import cuda, deform_conv
-from attn_plugins.ops.deform_conv import torchvision as by_torchvision
+from attn_plugins.ops.deform_conv import torchvision_kernels as by_torchvision
 from attn_plugins.ops.window_attention.operands import Options
 from attn_plugins.ops.window_attention.operands import Terms as WindowTerms
 from attn_plugins.ops.window_attention.window_attention import ATTEND

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from attn_plugins.core import onednn
 from attn_plugins.ops import use_onednn
-from attn_plugins.ops.common import onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch has no oneDNN")
 SIZE = (300, 128, 200)  # enough work for oneDNN

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from attn_plugins.ops.common import backends, plans
-from attn_plugins.ops.common.operator import OPERATORS as operators
+from attn_plugins.core import backends, plans
+from attn_plugins.core.operator import OPERATORS as operators
 from tests.helpers.triton_checks import DEVICE, needs_triton, randn
 from tests.ops.test_contract_backends import IN_TRITON, check, drawn
 from tools.bench.measure import served_by

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attn_plugins.ops.common import backends, triton_launch
+from attn_plugins.core import backends, triton_launch
 from attn_plugins.ops.window_attention import triton as triton_window
 from attn_plugins.ops.window_attention.operands import Options, Terms
 from tests.helpers.triton_checks import DEVICE, DTYPES, TOLERANCES, needs_triton, randn
@@ -66,7 +66,7 @@ def test_another_triton(monkeypatch, python):
     monkeypatch.setattr(triton, "__version__", "3.2.0")
     reason = triton_launch._missing.__wrapped__()
     assert reason == "Triton 3.2.0 is older than 3.3, the first that compiles its kernels"
-    code = "from attn_plugins.ops.common import triton_launch; print(triton_launch._missing())"
+    code = "from attn_plugins.core import triton_launch; print(triton_launch._missing())"
     broken = {"triton/__init__.py": "raise ImportError('no libtriton')"}
     assert python(code, packages=broken).stdout == "Triton does not load: no libtriton\n"
 
@@ -104,7 +104,7 @@ def test_the_precision_of_float32_follows_each_switch_of_torch(switch, expected)
     """Each switch in a process of its own: torch refuses to read the old one after a new one was set."""
     if "fp32_precision" in switch and not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
         pytest.skip("this torch has no fp32_precision")
-    load = "import torch; from attn_plugins.ops.common.triton_launch import precision"
+    load = "import torch; from attn_plugins.core.triton_launch import precision"
     code = f"{load}; {switch}; print(precision(torch.zeros(1)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600)
     assert done.stdout.split() == [expected]

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from attn_plugins.core import triton_launch
+from attn_plugins.core.triton_launch import Target
 from attn_plugins.ops import backend
-from attn_plugins.ops.common import triton_launch
-from attn_plugins.ops.common.triton_launch import Target
 from attn_plugins.ops.criss_cross_attention import criss_cross_attention as criss_cross
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.deformable_attention import deformable_attention as deformable

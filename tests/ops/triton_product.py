@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attn_plugins.ops.common.triton_math import multiply
+from attn_plugins.core.triton_math import multiply
 
 
 @triton.jit

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attn_plugins import doctor
+from attn_plugins.core import library
 from attn_plugins.install import checks
-from attn_plugins.ops.common import library
 from attn_plugins.ops.examples import drawing, examples
 
 OPERATORS = list(examples(drawing("cpu", torch.float32)))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 
 PAGE = Path(__file__).parents[2] / "docs/howto/errors.md"
 SECTION = re.compile(r"^## (.+)\n((?:(?!^## ).*\n)+)", re.M)

@@ -165,7 +165,7 @@ def test_package_and_the_pytorch_block(environment, monkeypatch):
         assert len(wheels) == 1, "make wheel"
         environment.bash("pip install torch numpy", record="torch")
         environment.bash(f"pip install {wheels[0]}", record="the wheel")
-        code = "from attn_plugins.ops.common import library as l; assert l.has_kernel('cpu'), l.failures()"
+        code = "from attn_plugins.core import library as l; assert l.has_kernel('cpu'), l.failures()"
         environment.bash(f'python -c "{code}"')
     else:
         environment.bash(install_line("pip install ."), environment.clone, record="`pip install .`")

@@ -1,4 +1,4 @@
-"""The import rule: import_hooks <- ops <- terms <- modules <- adapters, never back; only adapters import a toolkit."""
+"""The import rule: import_hooks <- core <- ops <- terms <- modules <- adapters; only adapters import a toolkit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PLUGINS = Path(__file__).parents[2] / "plugins"
 TOOLS = PLUGINS.parent / "tools"
-LAYERS = ["import_hooks", "ops", "terms", "modules", "replacement"]  # each may import those before it
+LAYERS = ["import_hooks", "core", "ops", "terms", "modules", "replacement"]  # each may import those before it
 LEAVES = {"captioning"}  # they import nothing of ours
 ADAPTERS = {
     "mmcv": {"mmcv", "mmengine", "mmdet", "mmseg"},
@@ -32,7 +32,7 @@ ENTRANCES = {
     "__init__": {"replacement"},
     "autoload": {"import_hooks"},
     "install": {"autoload", "doctor"},
-    "doctor": {"autoload", "install", "ops"},
+    "doctor": {"autoload", "core", "install", "ops"},
     "__main__": {"autoload", "doctor", "install"},
 }
 ROOMS = {*LAYERS, *LEAVES, *ADAPTERS, *ENTRANCES}
@@ -40,7 +40,7 @@ ROOMS = {*LAYERS, *LEAVES, *ADAPTERS, *ENTRANCES}
 # functions, so that users of one toolkit do not need the other.
 BRIDGES = {"mmcv/backbones.py": {"timm"}}
 # Files of a layer that offer a toolkit's kernels to our operators. They, too, import it only within functions.
-BORROWERS = {"ops/deform_conv/torchvision.py": {"torchvision"}}
+BORROWERS = {"ops/deform_conv/torchvision_kernels.py": {"torchvision"}}
 TOOLKITS = set().union(*ADAPTERS.values(), {"torchvision", "natten", "xformers"})
 FILES = sorted(PLUGINS.rglob("*.py"))
 
@@ -112,10 +112,11 @@ def test_imports_follow_the_rule():
     [
         ("import_hooks.py", "from .ops import backend"),
         ("import_hooks.py", "import timm"),
-        ("ops/common/counters.py", "from ...autoload import activate"),
-        ("ops/common/counters.py", "from ... import doctor"),
-        ("ops/common/counters.py", "def f():\n    import attn_plugins.install.checks"),
-        ("ops/common/axes.py", "from ...terms import axis_table"),
+        ("core/counters.py", "from ..autoload import activate"),
+        ("core/counters.py", "from .. import doctor"),
+        ("core/counters.py", "def f():\n    import attn_plugins.install.checks"),
+        ("core/axes.py", "from ..terms import axis_table"),
+        ("core/axes.py", "from ..ops import examples"),
         ("modules/maps/parts.py", "from ...captioning import rewards"),
         ("captioning/rewards.py", "from ..ops import global_attention"),
         ("captioning/rewards.py", "import fairseq"),
@@ -136,8 +137,8 @@ def test_the_rule_sees_what_breaks_it(file, source):
 @pytest.mark.parametrize(
     "file, source",
     [
-        ("ops/common/counters.py", "from ...import_hooks import after_import"),
-        ("ops/deform_conv/torchvision.py", "def f():\n    import torchvision"),
+        ("core/counters.py", "from ..import_hooks import after_import"),
+        ("ops/deform_conv/torchvision_kernels.py", "def f():\n    import torchvision"),
         ("mmcv/backbones.py", "def f():\n    from ..timm import models"),
         ("fairseq/task.py", "import fairseq\nfrom ..captioning import rewards"),
         ("__init__.py", "def f():\n    from .replacement import accelerate"),

@@ -13,8 +13,8 @@ from timm.models.mvitv2 import MultiScaleVit, MultiScaleVitCfg
 from timm.models.vision_transformer_sam import Attention
 from torch import Tensor, nn
 
+from attn_plugins.core import onednn
 from attn_plugins.ops import use_onednn
-from attn_plugins.ops.common import onednn
 from attn_plugins.replacement import is_replaced
 from attn_plugins.timm import accelerate
 

@@ -10,7 +10,7 @@ from itertools import chain
 import pytest
 import torch
 
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 from tools.bench import host
 from tools.bench.host import count
 

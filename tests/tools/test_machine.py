@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attn_plugins.ops.common import library
+from attn_plugins.core import library
 from tools.machine import LIMITS, instructions, machine
 
 

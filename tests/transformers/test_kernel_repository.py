@@ -138,7 +138,7 @@ def test_its_triton_kernels_are_the_packages(kernel):
     values = operands(torch.float32)
     by_triton, by_pytorch = [], []
     for name, results in (("triton", by_triton), ("eager", by_pytorch)):
-        with kernel.ops.common.backends.backend(name):
+        with kernel.core.backends.backend(name):
             output = kernel.deformable_attention(values[0], SHAPES, *values[1:])
             results += [output, *torch.autograd.grad(output.square().sum(), values)]
     torch.testing.assert_close(by_triton, by_pytorch, atol=1e-5, rtol=1e-4)

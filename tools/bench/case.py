@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from attn_plugins.ops.common.operator import Operator
+from attn_plugins.core.operator import Operator
 
 Run = Callable[[], object]
 Maker = Callable[[], Callable[..., Any]]  # creates a function or a module on the default device

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from attn_plugins.ops.common import backends, transposition, triton_launch
-from attn_plugins.ops.common import operator as operator_module
+from attn_plugins.core import backends, transposition, triton_launch
+from attn_plugins.core import operator as operator_module
 from attn_plugins.ops.deform_conv import cuda as cuda_convolution
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 

@@ -19,7 +19,7 @@ from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from attn_plugins.ops.common import backends, plans, triton_launch
+from attn_plugins.core import backends, plans, triton_launch
 
 _NUMBERS = count(-1, -1)
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from attn_plugins import ops
-from attn_plugins.ops.common import backends, plans
-from attn_plugins.ops.common.operator import Operator
+from attn_plugins.core import backends, plans
+from attn_plugins.core.operator import Operator
 
 from . import roofline
 from .case import OWN, Case, Run, tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ...ops.common.axes import unflatten
+from ...core.axes import unflatten
 from .bypass import untouched
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.axes import unflatten
 from ...ops import reference
-from ...ops.common.axes import unflatten
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from ...ops.common.arguments import autocast_dtype, check_padding_mask
+from ...core.arguments import autocast_dtype, check_padding_mask
 from .bypass import untouched
 
 __all__ = [

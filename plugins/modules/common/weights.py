@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.axes import unflatten
 from ...ops import reference
-from ...ops.common.axes import unflatten
 from .logits import Kind, Logits, MapLogits, SequenceLogits, WindowLogits, defined
 
 # What is added to the content of each kind.

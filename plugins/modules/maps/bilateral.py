@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...ops.common.axes import unflatten
+from ...core.axes import unflatten
 from ...terms.nonlocal_position import (
     Outside,
     Smoothing,

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.axes import unflatten
 from ...ops import criss_cross_attention, reference
-from ...ops.common.axes import unflatten
 from ..common.attention import MapAttention
 from ..common.bypass import has_global_hooks, untouched
 from ..common.checks import check_map, one_of, positive

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.arguments import expand
+from ...core.axes import unflatten
 from ...ops import deform_conv1d, deform_conv2d
-from ...ops.common.arguments import expand
-from ...ops.common.axes import unflatten
 from ..common.checks import check_convolved, check_tensor, positive
 from ..common.sequence_cache import SequenceCache, check_cache
 from ..common.tracing import Unscriptable, one_node

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.axes import unflatten
+from ...core.axes import unflatten
 from ..common.attention import MapAttention, attend
 from ..common.checks import check_fits, check_map, check_padding_mask, check_tensor, odd_pair, pair, positive
 from ..common.logits import WindowLogits

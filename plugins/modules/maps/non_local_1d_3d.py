@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.axes import unflatten
+from ...core.axes import unflatten
 from ..common.checks import check_fits, check_tensor
 from ..common.logits import MapLogits
 from ..common.tracing import one_node

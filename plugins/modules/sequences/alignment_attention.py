@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.arguments import autocast_dtype
+from ...core.arguments import autocast_dtype
 from ...terms import alignment as terms
 from ..common.checks import check_padding_mask, check_tensor, one_of, positive
 

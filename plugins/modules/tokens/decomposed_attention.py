@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ...core.axes import unflatten
 from ...ops import global_attention
-from ...ops.common.axes import unflatten
 from ...terms.decomposed_positions import decomposed_logits
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.arguments import broadcasts
+from ...core.axes import unflatten
 from ...ops import deformable_attention
-from ...ops.common.arguments import broadcasts
-from ...ops.common.axes import unflatten
 from ...ops.deformable_attention.deformable_attention import policy_of_grid_sample, shapes_on_host
 from ...terms.saliency import sampled_saliency
 from ..common.checks import check_fits, check_heads, check_padding_mask, check_tensor, positive

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...core.arguments import is_size
+from ...core.axes import unflatten
 from ...ops import global_attention, sequence_attention
-from ...ops.common.arguments import is_size
-from ...ops.common.axes import unflatten
 from ..common.attention import attend
 from ..common.bypass import drops, untouched
 from ..common.checks import check_heads, check_sequence, one_of

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...ops.common.arguments import is_size
-from ...ops.common.axes import unflatten
+from ...core.arguments import is_size
+from ...core.axes import unflatten
 from ...terms.nonlocal_position import Outside, Smoothing
 from ..common.checks import check_heads, check_padding_mask, check_sequence, check_tensor
 from .parts.grid_attention import GridAttention, check_grid

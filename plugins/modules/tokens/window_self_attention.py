@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...ops.common.axes import unflatten
+from ...core.axes import unflatten
 from ...terms.cosine_scale import cosine_operands
 from ...terms.nonlocal_position import Outside, Smoothing
 from ...terms.position_table import table_logits, tap_logits

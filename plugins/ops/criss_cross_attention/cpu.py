@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.backends import Backend
+from ...core import library
+from ...core.backends import Backend
 from . import eager
 
 

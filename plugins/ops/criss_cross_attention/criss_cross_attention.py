@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..common import triton_launch
-from ..common.arguments import broadcasts, check_dim, check_tensors, finite
-from ..common.backends import forced
-from ..common.operator import Operator
+from ...core import triton_launch
+from ...core.arguments import broadcasts, check_dim, check_tensors, finite
+from ...core.backends import forced
+from ...core.operator import Operator
 from . import cpu, eager, reference, triton
 from .operands import Options, Terms
 

@@ -21,10 +21,10 @@ from itertools import pairwise, permutations, product
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype
-from ..common.backends import Backend, Gradients, never
-from ..common.gradients import needed
-from ..common.transposition import channels_innermost
+from ...core.arguments import arithmetic_dtype
+from ...core.backends import Backend, Gradients, never
+from ...core.gradients import needed
+from ...core.transposition import channels_innermost
 from .operands import Options, Terms
 
 _ALIGNMENT = 8  # elements to which both parts of a query's logits are padded: tensor cores read halves by 16 bytes

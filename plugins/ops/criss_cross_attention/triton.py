@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import triton_launch
-from ..common.backends import Backend, Gradients
-from ..common.gradients import needed
-from ..common.strides import strides
+from ...core import triton_launch
+from ...core.backends import Backend, Gradients
+from ...core.gradients import needed
+from ...core.strides import strides
 from .eager import empty_gradient, empty_results, packed
 from .operands import Options, Terms
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import multiply, saturated
+from ...core.triton_math import multiply, saturated
 
 _STRIDED = ("value", "query", "key", "output", "grad_output", "grad_value", "grad_query", "grad_key")
 # Another size of map compiles nothing.

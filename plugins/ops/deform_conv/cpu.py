@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..common import library
-from ..common.backends import Backend
+from ...core import library
+from ...core.backends import Backend
 from .kernels import backward, forward
 from .operands import Options, Terms
 

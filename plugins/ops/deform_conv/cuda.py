@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.backends import Backend, Gradients
+from ...core import library
+from ...core.backends import Backend, Gradients
 from . import kernels
 from .operands import Options, Terms
 

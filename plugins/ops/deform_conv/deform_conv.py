@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import check_dim, check_tensors, expand
-from ..common.operator import Operator
-from ..common.strides import memory_format
-from . import cpu, cuda, eager, onnx, torchvision
+from ...core.arguments import check_dim, check_tensors, expand
+from ...core.operator import Operator
+from ...core.strides import memory_format
+from . import cpu, cuda, eager, onnx_node, torchvision_kernels
 from .operands import Options, Terms
 
 
@@ -196,9 +196,9 @@ CONVOLVE = Operator(
     fake=_results,
     fake_gradient=_gradient,
     reference=eager.definition,
-    table=[cpu.BACKEND, cuda.BACKEND, torchvision.BACKEND, eager.BACKEND],
+    table=[cpu.BACKEND, cuda.BACKEND, torchvision_kernels.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
     shared=("weight", "bias"),
-    onnx=onnx.node,
+    onnx=onnx_node.node,
 )

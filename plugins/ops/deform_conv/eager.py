@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..common.arguments import at_least_float32
-from ..common.backends import Backend, Gradients, never
-from ..common.devices import has_grid_sample
-from ..common.gradients import gradients_by_image
-from ..common.strides import memory_format
+from ...core.arguments import at_least_float32
+from ...core.backends import Backend, Gradients, never
+from ...core.devices import has_grid_sample
+from ...core.gradients import gradients_by_image
+from ...core.strides import memory_format
 from . import reference
 from .operands import Options, Terms
 

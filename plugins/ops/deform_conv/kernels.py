@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.backends import Gradients
+from ...core.backends import Gradients
 from .operands import Options, Terms
 
 

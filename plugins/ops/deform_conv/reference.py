@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.sampling import bilinear_samples
+from ...core.arguments import at_least_float32
+from ...core.sampling import bilinear_samples
 
 
 def deform_conv2d(

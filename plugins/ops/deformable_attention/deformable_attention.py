@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..common.arguments import (
+from ...core.arguments import (
     FLOATS,
     LARGEST,
     arithmetic_dtype,
@@ -22,9 +22,9 @@ from ..common.arguments import (
     integer,
     is_size,
 )
-from ..common.gradients import is_compiling
-from ..common.operator import Operator
-from . import cpu, cuda, eager, onnx, reference, triton
+from ...core.gradients import is_compiling
+from ...core.operator import Operator
+from . import cpu, cuda, eager, onnx_node, reference, triton
 from .operands import Options, Terms
 
 NanPolicy = Literal["zero", "propagate"]
@@ -240,6 +240,6 @@ ATTEND = Operator(
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
-    onnx=onnx.node,
+    onnx=onnx_node.node,
     cast=("value",),
 )

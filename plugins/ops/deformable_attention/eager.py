@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.backends import Backend, Gradients, never
-from ..common.devices import has_grid_sample
-from ..common.gradients import gradients_by_image
+from ...core.arguments import at_least_float32
+from ...core.backends import Backend, Gradients, never
+from ...core.devices import has_grid_sample
+from ...core.gradients import gradients_by_image
 from . import reference
 from .operands import Options, Terms
 

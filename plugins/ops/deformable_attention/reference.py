@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.sampling import bilinear_samples
+from ...core.arguments import at_least_float32
+from ...core.sampling import bilinear_samples
 from .operands import Options, Terms
 
 

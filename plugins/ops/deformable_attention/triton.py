@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import library, triton_launch
-from ..common.backends import Backend, Gradients
-from ..common.triton_launch import launch, power_of_two
+from ...core import library, triton_launch
+from ...core.backends import Backend, Gradients
+from ...core.triton_launch import launch, power_of_two
 from .operands import Options, Terms
 
 _LONGEST = 2**31 - 1  # offset within an image

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import without_autocast
+from ...core.arguments import without_autocast
 from .deformable_attention import ATTEND, deformable_attention, policy_of_grid_sample, shapes_on_host
 from .operands import Options, Terms
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common import library
-from ..common.arguments import arithmetic_dtype
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed, target
+from ...core import library
+from ...core.arguments import arithmetic_dtype
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed, target
 from .operands import Options, Terms
 
 _VECTOR = 64  # bytes; packed rows are padded to a multiple

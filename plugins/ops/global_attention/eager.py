@@ -11,12 +11,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients, never
-from ..common.chunks import WORKSPACE, add_chunk, chunks
-from ..common.gradients import like_terms, needed
-from ..common.softmax import softmax_
+from ...core.arguments import arithmetic_dtype
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients, never
+from ...core.chunks import WORKSPACE, add_chunk, chunks
+from ...core.gradients import like_terms, needed
+from ...core.softmax import softmax_
 from .operands import Options, Terms
 
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite, under_autocast
-from ..common.attention import check_query_and_key, counts_of_products, empty_results
-from ..common.backends import closed_form
-from ..common.operator import Operator
-from ..common.softmax import masked_softmax
+from ...core.arguments import arithmetic_dtype, broadcasts, check_dim, check_tensors, finite, under_autocast
+from ...core.attention import check_query_and_key, counts_of_products, empty_results
+from ...core.backends import closed_form
+from ...core.operator import Operator
+from ...core.softmax import masked_softmax
 from . import cpu, eager, reference, sdpa, triton
 from .operands import Options, Terms
 from .prefix import with_prefix

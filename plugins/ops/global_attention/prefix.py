@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common.arguments import check_tensors
-from ..common.axes import unflatten
+from ...core.arguments import check_tensors
+from ...core.axes import unflatten
 from .operands import Terms
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.axes import unflatten
-from ..common.softmax import masked_softmax
+from ...core.arguments import at_least_float32
+from ...core.axes import unflatten
+from ...core.softmax import masked_softmax
 
 
 def global_attention_logits(

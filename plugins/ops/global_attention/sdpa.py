@@ -20,10 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..common import flash
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms
+from ...core import flash
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms
 from . import triton
 from .operands import Options, Terms
 

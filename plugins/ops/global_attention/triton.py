@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import triton_launch
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed, target
-from ..common.strides import has_rows, with_rows
-from ..common.triton_launch import launch, power_of_two
+from ...core import triton_launch
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed, target
+from ...core.strides import has_rows, with_rows
+from ...core.triton_launch import launch, power_of_two
 from .operands import Options, Terms
 
 WIDEST = 256  # of queries, keys and values: a block of each must fit into shared memory

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import load_cells, multiply, of_rows, store_cells, unsettled
+from ...core.triton_math import load_cells, multiply, of_rows, store_cells, unsettled
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.arguments import arithmetic_dtype
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed
+from ...core import library
+from ...core.arguments import arithmetic_dtype
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed
 from .operands import Options, Terms
 
 _CONTENT, _LOGITS = Terms._fields[:3], Terms._fields[3:]

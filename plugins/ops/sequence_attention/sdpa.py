@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import flash, library
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms
+from ...core import flash, library
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms
 from .operands import Options, Terms
 
 # Keys below which our CPU kernels are faster: 2.0 against 3.1 ms forward for Swin's windows of 49, and backward 15

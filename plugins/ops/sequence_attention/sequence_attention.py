@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..common import triton_launch
-from ..common.arguments import (
+from ...core import triton_launch
+from ...core.arguments import (
     LARGEST,
     as_number,
     broadcasts,
@@ -23,10 +23,10 @@ from ..common.arguments import (
     finite,
     is_size,
 )
-from ..common.attention import check_query_and_key, counts_of_products, empty_results
-from ..common.axes import unfold
-from ..common.backends import closed_form, forced
-from ..common.operator import Operator
+from ...core.attention import check_query_and_key, counts_of_products, empty_results
+from ...core.axes import unfold
+from ...core.backends import closed_form, forced
+from ...core.operator import Operator
 from ..window_attention.window_attention import window_attention
 from . import cpu, eager, reference, sdpa, triton
 from .eager import band_reach

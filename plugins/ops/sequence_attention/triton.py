@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..common import triton_launch
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed, target
-from ..common.strides import strides
-from ..common.triton_launch import launch, power_of_two
+from ...core import triton_launch
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed, target
+from ...core.strides import strides
+from ...core.triton_launch import launch, power_of_two
 from .eager import band_reach
 from .operands import Options, Terms
 

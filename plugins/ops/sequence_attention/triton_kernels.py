@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import matrix_of, multiply, of_rows, rows, store_rows, unsettled
+from ...core.triton_math import matrix_of, multiply, of_rows, rows, store_rows, unsettled
 from .triton_logits import (
     ALL,
     AT,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import multiply
+from ...core.triton_math import multiply
 
 LOG2E = tl.constexpr(1.4426950408889634)
 # Parts of a loop: tiles before those that a band touches, these, those behind them; or all, where there is no band.

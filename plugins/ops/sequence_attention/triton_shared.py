@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import matrix_of, multiply, of_rows, rows, store_rows
+from ...core.triton_math import matrix_of, multiply, of_rows, rows, store_rows
 from .triton_kernels import VARYING
 from .triton_logits import (
     ALL,

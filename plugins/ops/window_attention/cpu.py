@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed, target
+from ...core import library
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed, target
 from .operands import Options, Terms
 
 _REACH = 1 << 14  # keys that the windows of a row may cover beyond eight times its length

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients
-from ..common.gradients import like_terms, needed, target
-from ..common.strides import has_rows, with_rows
+from ...core import library
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients
+from ...core.gradients import like_terms, needed, target
+from ...core.strides import has_rows, with_rows
 from .operands import Options, Terms
 
 WIDEST_HEAD = 512  # channels that fit the registers of a team of 32 lanes

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..common.arguments import arithmetic_dtype
-from ..common.attention import empty_results
-from ..common.backends import Backend, Gradients, never
-from ..common.gradients import like_terms, needed
-from ..common.softmax import softmax_
+from ...core.arguments import arithmetic_dtype
+from ...core.attention import empty_results
+from ...core.backends import Backend, Gradients, never
+from ...core.gradients import like_terms, needed
+from ...core.softmax import softmax_
 from .operands import Options, Terms
 
 Slices = tuple[slice, slice]

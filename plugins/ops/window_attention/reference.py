@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.softmax import masked_softmax
+from ...core.arguments import at_least_float32
+from ...core.softmax import masked_softmax
 from .operands import Terms, first_keys
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..common.triton_math import load_cells, store_cells
+from ...core.triton_math import load_cells, store_cells
 
 _STRIDED = ("query", "key", "value", "output", "grad_output", "grad_query", "grad_key", "grad_value")
 # Another size of map or window compiles nothing.

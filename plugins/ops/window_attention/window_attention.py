@@ -12,9 +12,9 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from ..common.arguments import broadcasts, check_tensors, expand, finite
-from ..common.attention import check_query_and_key, counts_of_products, empty_results
-from ..common.operator import Operator
+from ...core.arguments import broadcasts, check_tensors, expand, finite
+from ...core.attention import check_query_and_key, counts_of_products, empty_results
+from ...core.operator import Operator
 from . import cpu, cuda, eager, reference, triton
 from .operands import Options, Terms
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attn_plugins.core.strides import memory_format
 from attn_plugins.modules import AAConv2d
 from attn_plugins.modules.maps.augmented_conv import widths
 from attn_plugins.modules.maps.parts import memory_format as formats
-from attn_plugins.ops.common.strides import memory_format
 from attn_plugins.terms.relative_table import resize_table
 from tests.helpers.memory_format_checks import FORMATS, has_format
 from tests.modules.loops import encode, softmax

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from attn_plugins.core import transposition
 from attn_plugins.modules import CrissCrossAttention2d
 from attn_plugins.modules.maps import criss_cross
 from attn_plugins.modules.maps.parts.memory_format import add_scaled, in_format_of, to_channels_last
-from attn_plugins.ops.common import transposition
 from tests.helpers.memory_format_checks import has_format
 from tests.helpers.module_inputs import drawn
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_plugins.core import triton_launch
 from attn_plugins.ops import backend, criss_cross_attention, explain
-from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.criss_cross_attention.criss_cross_attention import _recomputes
 from attn_plugins.ops.criss_cross_attention.operands import Options, Terms

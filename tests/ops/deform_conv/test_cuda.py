@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_plugins.core import library
 from attn_plugins.ops import backend, deform_conv2d
-from attn_plugins.ops.common import library
 from tests.helpers.operator_checks import deterministic_mode, relative_error
 from tests.ops.contract_examples import Example
 from tests.ops.deform_conv import operands

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_plugins.core import library
 from attn_plugins.ops import deform_conv1d, deform_conv2d
-from attn_plugins.ops.common import library
 from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import relative_error
 from tests.ops.deform_conv.operands import ALL, GEOMETRIES, drawn, same_where_finite

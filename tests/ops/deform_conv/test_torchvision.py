@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from attn_plugins.core.backends import never
 from attn_plugins.ops import backend, deform_conv1d
-from attn_plugins.ops.common.backends import never
-from attn_plugins.ops.deform_conv import torchvision as by_torchvision
+from attn_plugins.ops.deform_conv import torchvision_kernels as by_torchvision
 from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
 from attn_plugins.ops.deform_conv.operands import Options, Terms
 from tests.helpers.operator_checks import deterministic_mode, relative_error
@@ -145,6 +145,6 @@ def test_a_torchvision_that_does_not_load_is_named(source, words, monkeypatch, t
 
 
 def test_a_torchvision_without_its_binary_is_named(python):
-    code = "from attn_plugins.ops.deform_conv import torchvision; print(torchvision._missing('cuda'))"
+    code = "from attn_plugins.ops.deform_conv import torchvision_kernels as t; print(t._missing('cuda'))"
     stdout = python(code, packages={"torchvision/__init__.py": ""}).stdout
     assert stdout.strip() == "this torchvision has no deform_conv2d for cuda"

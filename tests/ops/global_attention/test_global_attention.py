@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_plugins.core import chunks
 from attn_plugins.ops import global_attention
-from attn_plugins.ops.common import chunks
 from attn_plugins.ops.global_attention.prefix import corner
 from tests.ops.global_attention.operands import ALL, BROADCAST, COMBINATIONS, FULL, drawn
 from tests.ops.test_contract import FIRST

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_plugins.core import flash
 from attn_plugins.ops import backend, explain, global_attention
-from attn_plugins.ops.common import flash
 from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms

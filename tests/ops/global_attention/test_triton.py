@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_plugins.core.backends import survey
 from attn_plugins.ops import explain, global_attention
-from attn_plugins.ops.common.backends import survey
 from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND

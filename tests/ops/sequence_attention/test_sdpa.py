@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from attn_plugins.core import flash, library
 from attn_plugins.ops import backend, explain, sequence_attention
-from attn_plugins.ops.common import flash, library
 from attn_plugins.ops.sequence_attention import sdpa as sdpa_sequence
 from attn_plugins.ops.sequence_attention.operands import Options, Terms
 from attn_plugins.ops.sequence_attention.sequence_attention import ATTEND

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_plugins.core import chunks
 from attn_plugins.ops import backend
-from attn_plugins.ops.common import chunks
 from attn_plugins.ops.sequence_attention import cpu
 from tests.ops.sequence_attention.operands import TERMS, drawn, identifiers, padding
 from tests.ops.test_contract import FIRST, assert_close, forced, results

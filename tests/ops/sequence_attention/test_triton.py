@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from attn_plugins.core import triton_launch
 from attn_plugins.ops import backend, explain, sequence_attention
-from attn_plugins.ops.common import triton_launch
 from attn_plugins.ops.sequence_attention import triton as triton_sequence
 from attn_plugins.ops.sequence_attention.operands import Options, Terms
 from attn_plugins.ops.sequence_attention.triton import Tile

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attn_plugins.core import library
 from attn_plugins.ops import backend, explain, reference, window_attention
-from attn_plugins.ops.common import library
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.test_contract import example
 from tests.ops.test_contract_extents import GEOMETRIES

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....ops.common.arguments import without_autocast
-from ....ops.common.axes import unflatten
-from ....ops.common.gradients import traced
+from ....core.arguments import without_autocast
+from ....core.axes import unflatten
+from ....core.gradients import traced
 from ...common.bypass import has_global_hooks, untouched
 
 

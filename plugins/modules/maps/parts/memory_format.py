@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ....ops.common import transposition
-from ....ops.common.axes import unflatten
-from ....ops.common.gradients import is_batched_gradient, traced, transformed
-from ....ops.common.strides import memory_format
+from ....core import transposition
+from ....core.axes import unflatten
+from ....core.gradients import is_batched_gradient, traced, transformed
+from ....core.strides import memory_format
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Return whether (B, C, H, W) is channels-last by :func:`~attn_plugins.ops.common.strides.memory_format`."""
+    """Return whether (B, C, H, W) is channels-last by :func:`~attn_plugins.core.strides.memory_format`."""
     return not _is_mapped(x) and memory_format(x) == torch.channels_last
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ....ops.common.devices import has_float64
-from ....ops.common.gradients import traced
+from ....core.devices import has_float64
+from ....core.gradients import traced
 
 
 def dot_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

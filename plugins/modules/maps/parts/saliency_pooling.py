@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ....ops.common.arguments import under_autocast
-from ....ops.common.gradients import transformed
+from ....core.arguments import under_autocast
+from ....core.gradients import transformed
 from .fused_projections import may_leave_out
 
 # Weights of a mean over more pixels may be below float16's normal numbers, 2**-14.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ....ops.common.axes import unflatten
+from ....core.axes import unflatten
 from ...common.checks import check_map
 
 Size = tuple[int, int]

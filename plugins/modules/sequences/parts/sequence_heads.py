@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....ops.common.axes import unflatten
+from ....core.axes import unflatten
 from ...common.logits import SequenceLogits
 from ...common.sequence_cache import SequenceCache
 from ...common.weights import parts, sequence_logits, sequence_weights

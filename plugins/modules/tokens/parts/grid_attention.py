@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....ops.common.axes import unflatten
+from ....core.axes import unflatten
 from ...common.attention import attend
 from ...common.logits import MapLogits, SequenceLogits, WindowLogits, as_content
 from .grid_terms import Grid, GridTerms, pairs_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....ops.common.axes import unflatten, unfold
+from ....core.axes import unflatten, unfold
 from ....terms.attention_type import parse_attention_type
 from ....terms.nonlocal_position import (
     Outside,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....ops.common.gradients import is_batched_gradient, transformed
+from ....core.gradients import is_batched_gradient, transformed
 
 
 def reorder(tokens: Tensor, order: Tensor, back: Tensor | None = None) -> Tensor:

@@ -12,8 +12,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops.common.arguments import autocast_dtype, tf32_is_allowed
-from ....ops.common.gradients import traced
+from ....core.arguments import autocast_dtype, tf32_is_allowed
+from ....core.gradients import traced
 
 SWITCH = "ATTN_PLUGINS_STOCK_IF_FASTER"  # 0: our operators in all cases
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ....ops.common.axes import unflatten
+from ....core.axes import unflatten
 from ....terms.cosine_scale import cosine_operands
 from ....terms.log_positions import bounded_logits, log_coordinates
 from ....terms.position_table import table_logits

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common.arguments import at_least_float32
-from ..common.onnx_export import target_opset, untraced
+from ...core.arguments import at_least_float32
+from ...core.onnx_export import target_opset, untraced
 from .operands import Options, Terms
 
 OPSET = 19

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..common import library
-from ..common.arguments import at_least_float32
-from ..common.backends import Backend, Gradients
-from ..common.devices import has_kernel
-from ..common.strides import memory_format
+from ...core import library
+from ...core.arguments import at_least_float32
+from ...core.backends import Backend, Gradients
+from ...core.devices import has_kernel
+from ...core.strides import memory_format
 from .operands import Options, Terms
 
 NAME = "torchvision"

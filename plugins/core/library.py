@@ -17,7 +17,7 @@ from packaging.version import Version
 from .backends import Failure
 
 OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled for
-_PACKAGE = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def _binary(name: str) -> Path | None:

@@ -14,7 +14,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from ...import_hooks import after_import
+from ..import_hooks import after_import
 from .operator import NAMESPACE, OPERATORS
 
 logger = logging.getLogger("attn_plugins")
