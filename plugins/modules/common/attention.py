@@ -27,21 +27,23 @@ def attend(logits: Logits, dropout: nn.Module | float = 0.0) -> Tensor:
         weights = weights_of(logits).to(logits.value.dtype)
         return mixed(logits, dropout(weights) if isinstance(dropout, nn.Module) else F.dropout(weights, dropout))
     if isinstance(logits, MapLogits):
-        query, key, value, row, column, of_keys, prefix_key, prefix_value, scale = logits
         return global_attention(
-            query, key, value, row_logits=row, column_logits=column, key_logits=of_keys, prefix_key=prefix_key,
-            prefix_value=prefix_value, scale=scale,
+            logits.query, logits.key, logits.value, row_logits=logits.row_logits, column_logits=logits.column_logits,
+            key_logits=logits.key_logits, prefix_key=logits.prefix_key, prefix_value=logits.prefix_value,
+            scale=logits.scale,
         )  # fmt: skip
     if isinstance(logits, WindowLogits):
-        query, key, value, position, kernel_size, dilation, scale, stride, padding, border = defined(logits)
+        logits = defined(logits)
         return window_attention(
-            query, key, value, position, kernel_size, dilation=dilation, scale=scale, stride=stride, padding=padding,
-            border=border,
+            logits.query, logits.key, logits.value, logits.position_logits, logits.kernel_size,
+            dilation=logits.dilation, scale=logits.scale, stride=logits.stride, padding=logits.padding,
+            border=logits.border,
         )  # fmt: skip
-    query, key, value, band, outside, position, causal, mask, scale, start, segments, _ = defined(logits)
+    logits = defined(logits)
     return sequence_attention(
-        query, key, value, band_logits=band, outside_logits=outside, position_logits=position, causal=causal,
-        key_padding_mask=mask, scale=scale, start=start, segment_ids=segments,
+        logits.query, logits.key, logits.value, band_logits=logits.band_logits, outside_logits=logits.outside_logits,
+        position_logits=logits.position_logits, causal=logits.causal, key_padding_mask=logits.key_padding_mask,
+        scale=logits.scale, start=logits.start, segment_ids=logits.segment_ids,
     )  # fmt: skip
 
 

@@ -26,28 +26,33 @@ def summed(logits: Logits) -> Tensor:
 
     Keys, or the taps of a window, are one axis; prefix keys come first.
     """
+    query, key, value = logits.query, logits.key, logits.value
     if isinstance(logits, MapLogits):
-        query, key, value, row, column, of_keys, prefix_key, prefix_value, scale = logits
-        written = reference.global_attention_logits(query, key, value, row, column, of_keys, scale).flatten(4)
-        if prefix_value is None:
+        written = reference.global_attention_logits(
+            query, key, value, logits.row_logits, logits.column_logits, logits.key_logits, logits.scale
+        ).flatten(4)
+        if logits.prefix_value is None:
             return written
-        size = *written.shape[:4], prefix_value.shape[2]
-        if query is None or prefix_key is None:
+        size = *written.shape[:4], logits.prefix_value.shape[2]
+        if query is None or logits.prefix_key is None:
             prefix = written.new_zeros(1)
         else:
-            prefix = scale * query @ prefix_key.unsqueeze(2).mT
+            prefix = logits.scale * query @ logits.prefix_key.unsqueeze(2).mT
         return torch.cat((prefix.expand(size), written), 4)
     if isinstance(logits, WindowLogits):
         logits = defined(logits)
-        query, key, value, position, _, _, scale, _, _, border = logits
-        written = reference.window_attention_logits(query, key, position, _windows(logits), border, scale)
+        written = reference.window_attention_logits(
+            query, key, logits.position_logits, _windows(logits), logits.border, logits.scale
+        )
         return written.expand(*value.shape[:2], -1, -1, -1)
-    query, key, value, band, outside, position, causal, mask, scale, start, segments, _ = defined(logits)
+    logits = defined(logits)
+    outside = logits.outside_logits
     if isinstance(outside, (int, float)):
         outside = value.new_full((1, 1, 1), outside)
     return reference.sequence_attention_logits(
-        query, key, value, band, outside, position, mask, start, causal, scale, segments
-    )
+        query, key, value, logits.band_logits, outside, logits.position_logits, logits.key_padding_mask, logits.start,
+        logits.causal, logits.scale, logits.segment_ids,
+    )  # fmt: skip
 
 
 def weights_of(logits: Logits) -> Tensor:
@@ -182,13 +187,15 @@ def _of(logits: MapLogits, y: Tensor, x: Tensor) -> MapLogits:
 
 
 def _windows(logits: WindowLogits) -> reference.Windows:
-    query, _, value, position, kernel, dilation, _, stride, padding, border = logits
-    leader = position if query is None else query
+    leader = logits.position_logits if logits.query is None else logits.query
     assert leader is not None
+    kernel, dilation, padding = logits.kernel_size, logits.dilation, logits.padding
     if padding is None:
         padding = [size // 2 * step for size, step in zip(kernel, dilation)]
-    size = leader.shape[2:4], value.shape[2:4]
-    return reference.Windows(*size, kernel, stride, padding, dilation, value.device, border)
+    queries, keys = leader.shape[2:4], logits.value.shape[2:4]
+    return reference.Windows(
+        queries, keys, kernel, logits.stride, padding, dilation, logits.value.device, logits.border
+    )
 
 
 def _laid_out(taps: Tensor, windows: reference.Windows, keys: Sequence[int], queries: Tensor, beyond: float) -> Tensor:
