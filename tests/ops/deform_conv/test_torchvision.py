@@ -117,10 +117,6 @@ def test_one_dimension_and_no_images(serving):
 # --- what serves --------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_table():
-    assert [row.name for row in CONVOLVE.table] == ["cpu", "cuda", "torchvision", "eager"]
-
-
 def test_refusals(monkeypatch):
     terms = Terms(**drawn("wide").tensors)
     assert by_torchvision.cannot(terms, None) is None

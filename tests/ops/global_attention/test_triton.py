@@ -95,7 +95,6 @@ def test_refusals():
 @without_cuda
 def test_leaves_to_pytorch_what_that_computes_faster(monkeypatch):
     """Content alone in half precision, and position alone, unless sums are to have one order."""
-    assert [row.name for row in ATTEND.table] == ["sdpa", "cpu", "triton", "eager"]
     monkeypatch.setattr(triton_global.triton_launch, "refusal", lambda tensor: None)
     monkeypatch.setattr(folding, "is_flash", lambda terms, options: False)
     with FakeTensorMode():
