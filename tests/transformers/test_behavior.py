@@ -28,7 +28,7 @@ def attention(model: nn.Module) -> tuple[str, Any]:
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "sampling_offsets")][-1]
 
 
-def alike(family: str, change: Callable[[Any, list], Any], first: bool, tolerance: float = 1e-5) -> None:
+def assert_alike(family: str, change: Callable[[Any, list], Any], first: bool, tolerance: float = 1e-5) -> None:
     """Change a stock model and an accelerated one, before or after: they record and compute the same."""
     outcomes = []
     for accelerated in (False, True):
@@ -69,7 +69,7 @@ def test_hooks_are_called(family, hook, first):
         for name, part in layer.named_modules():
             getattr(part, f"register_{hook}")(lambda *call, name=name: record.append(name))
 
-    alike(family, change, first)
+    assert_alike(family, change, first)
 
 
 class Halved(nn.Module):
@@ -116,11 +116,11 @@ def replace_core(layer: Any, record: list) -> None:
 @pytest.mark.parametrize("change", [halve, wrap_forward, quantize])
 def test_replaced_parts_are_used(family, change):
     rounding = 1e-3 if change is quantize else 1e-5  # a step of the next layer's 8-bit inputs
-    alike(family, change, first=False, tolerance=rounding)
+    assert_alike(family, change, first=False, tolerance=rounding)
 
 
 def test_a_replaced_core_is_used():
-    alike("d_fine", replace_core, first=False)
+    assert_alike("d_fine", replace_core, first=False)
 
 
 @pytest.mark.parametrize("family", KINDS)
