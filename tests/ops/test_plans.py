@@ -52,7 +52,7 @@ def test_a_plan_is_of_one_kind_of_call():
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_no_plan_is_made_of_calls_without_launches():
+def test_calls_without_launches_hold_no_tensors():
     """While a call is recorded, none of its tensors is freed: of another backend's chunks, a few fit a device."""
     kept = []
 

@@ -216,7 +216,7 @@ def test_others_that_end_are_waited_for():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_rows_have_names_of_their_own(device):
+def test_rows_of_a_benchmark_have_different_names(device):
     """Rows of a GPU are listed without one."""
     for name in (*cases.NAMES, "modules", "eager", *cases.MODELS):
         rows = cases.cases(name, device)

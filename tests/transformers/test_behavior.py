@@ -219,7 +219,7 @@ class Sizes(nn.Module):
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mask2former", "rt_detr_v2"])
-def test_traced(family):
+def test_traced_models_equal_stock_at_other_sizes(family):
     model = build(family)
     pictures, others = torch.randn(2, 2, 3, 64, 96)
     expected = Sizes(model)(others)
@@ -241,7 +241,7 @@ def test_onnx_exports_stock_code():
     assert "GridSample" in {node.op_type for node in onnx.load(file).graph.node}
 
 
-def test_all_or_none():
+def test_one_unknown_layer_leaves_all_as_they_were():
     with pytest.raises(ValueError, match=r"model must contain layers .*; Linear has none"):
         accelerate(nn.Linear(1, 1))
     model = build("rt_detr_v2")

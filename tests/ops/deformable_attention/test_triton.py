@@ -31,7 +31,7 @@ def drawn(**extents) -> Example:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_definition(case):
+def test_equals_the_reference(case):
     check(drawn(**CASES[case]), "triton", SINGLE)
 
 
@@ -51,7 +51,7 @@ def test_points_that_differ_by_level():
 # --- what serves --------------------------------------------------------------------------------------------------
 
 
-def test_refusals():
+def test_calls_that_triton_cannot_compute_are_refused_in_words():
     terms, options = Terms(*drawn(d=4).tensors.values()), Options([3, 4, 1, 2], [2, 2])
     cannot = triton_deformable.BACKEND.cannot
     assert cannot(terms, options) is None

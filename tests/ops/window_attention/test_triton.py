@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name, dtype, extents", CASES.values(), ids=CASES)
-def test_definition(name, dtype, extents):
+def test_equals_the_reference(name, dtype, extents):
     check(example(name, "tiny", DEVICE, dtype, **extents), "triton", dtype, times=2)
 
 
@@ -40,7 +40,7 @@ def test_blocks_of_queries_and_keys(monkeypatch):
     check(example(NAME, "tiny", DEVICE, map=(3, 5), d=8, dv=3, M=1), "triton", SINGLE)
 
 
-def test_refusals():
+def test_calls_that_triton_cannot_compute_are_refused_in_words():
     cannot = triton_window.BACKEND.cannot
     terms = Terms(*example(NAME, "tiny", DEVICE).tensors.values())
     options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 0.7)
