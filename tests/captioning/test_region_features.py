@@ -100,7 +100,7 @@ def test_a_recipe_is_kept(tmp_path):
     assert RegionFeatures(tmp_path / "regions.npz").recipe is None
 
 
-def test_a_recipe_that_is_none(tmp_path):
+def test_a_recipe_that_is_no_json_object_raises(tmp_path):
     write_region_features(tmp_path / "regions.npz", made_up(), recipe={})
     arrays = dict(np.load(tmp_path / "regions.npz"))
     for text, message in (("[1]", r"its recipe must be a JSON object, got \[1\]"), ("{", "its recipe is not JSON")):
@@ -156,7 +156,7 @@ def test_a_file_that_is_cut_off(file):
         len(RegionFeatures(file))
 
 
-def test_another_kind_of_file(file):
+def test_a_file_of_another_format_raises(file):
     file.write_bytes(b"x" * 5000)
     with pytest.raises(ValueError, match=r"regions.* is not an |row 1 must have image_id, image_w, image_h, num_boxes"):
         len(RegionFeatures(file))
@@ -178,7 +178,7 @@ def test_another_kind_of_file(file):
         (lambda rows: [], r"regions\.tsv is empty"),
     ],
 )
-def test_rows_that_are_not_such(tmp_path, spoil, message):
+def test_malformed_rows_raise(tmp_path, spoil, message):
     path = write(tmp_path / "regions.tsv", made_up())
     path.write_text("".join(spoil(path.read_text().replace("\r", "").splitlines(keepends=True))))
     with pytest.raises(ValueError, match=message):
@@ -234,7 +234,7 @@ def test_an_hdf5_file_of_features_of_other_widths(tmp_path):
         ("offsets", lambda array: array[1:], "bad.npz: offsets must be 7 integers"),
     ],
 )  # fmt: skip
-def test_arrays_that_do_not_fit(tmp_path, name, spoil, message):
+def test_malformed_arrays_raise(tmp_path, name, spoil, message):
     write_region_features(tmp_path / "good.npz", made_up())
     arrays = dict(np.load(tmp_path / "good.npz"))
     array = arrays.pop(name)
@@ -248,7 +248,7 @@ def test_images_that_are_not_there(file):
         RegionFeatures(file).count(5)
 
 
-def test_files_that_cannot_be(tmp_path, monkeypatch):
+def test_unreadable_files_raise(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.npz: no such file"):
         RegionFeatures(tmp_path / "nowhere.npz")
     with pytest.raises(ValueError, match=r"regions\.csv: the suffix must be one of \.npz, \.tsv, \.hdf5, \.h5"):
@@ -298,7 +298,7 @@ def test_rounding_at_the_border(tmp_path):
         ({"scores": None}, "image 7: scores"),
     ],
 )
-def test_images_that_cannot_be_written(tmp_path, change, message):
+def test_malformed_images_raise_and_leave_no_file(tmp_path, change, message):
     good = dict(features=np.ones((2, 5)), boxes=np.array([[0, 0, 1, 1]] * 2), scores=np.ones(2))
     with pytest.raises(ValueError, match=message):
         write_region_features(tmp_path / "regions.npz", [*made_up(2), (7, {**good, **change})])

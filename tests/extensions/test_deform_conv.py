@@ -125,7 +125,7 @@ def check(output: Tensor, expected: Tensor, leaves: list[Tensor]) -> None:
 
 
 @dtypes
-def test_dcnv2(dtype):
+def test_dcnv2_equals_torchvision(dtype):
     """Rows and columns differ in all numbers: size, kernel, stride, padding, dilation."""
     leaves = operands(dtype, (4, 5), groups=1)
     input, offset, mask, weight, bias = leaves

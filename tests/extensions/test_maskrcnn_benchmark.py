@@ -86,7 +86,7 @@ class RoIPool(torch.autograd.Function):
         (RoIPool, lambda x, rois: torchvision.ops.roi_pool(x, rois, (3, 2), 0.5)),
     ],
 )
-def test_regions(layer, define, dtype):
+def test_region_pooling_equals_torchvision(layer, define, dtype):
     torch.manual_seed(0)
     input, rois = torch.randn(2, 3, 7, 5).to(dtype).requires_grad_(), ROIS.to(dtype)
     output, expected = layer.apply(input, rois), define(input, rois)

@@ -64,7 +64,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 @EVERY
-def test_maps(geometry):
+def test_maps_equal_loops(geometry):
     H, W, dilation, K = geometry
     torch.manual_seed(0)
     query, key, value = (drawn(2, 3, H, W, 4) for _ in range(3))
@@ -81,7 +81,7 @@ def test_maps(geometry):
             torch.testing.assert_close(a, b)
 
 
-def test_sequences():
+def test_sequences_equal_loops():
     torch.manual_seed(0)
     query, key, value = (drawn(2, 3, 11, 4) for _ in range(3))
     rpb, attn = drawn(3, 5), drawn(2, 3, 11, 3)
@@ -141,7 +141,7 @@ def test_halves_are_added_up_in_float32(dtype):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("size", [(7, 9), (4, 5)], ids=["on the map", "padded"])
-def test_module_of_maps(size, bias):
+def test_the_module_of_maps_equals_loops(size, bias):
     torch.manual_seed(0)
     layer = natten.NeighborhoodAttention2D(12, 3, kernel_size=3, dilation=2, rel_pos_bias=bias).double()
     x = torch.randn(2, *size, 12, dtype=torch.float64)
@@ -167,7 +167,7 @@ def test_module_of_sequences_and_dropout():
     assert not torch.allclose(layer.train()(x), expected)
 
 
-def test_errors():
+def test_bad_arguments_raise():
     x, narrow = torch.zeros(1, 2, 4, 5, 3), torch.zeros(1, 2, 4, 4, 3)
     for call, words in (
         (lambda: natten2dqk(x, narrow, 3), r"key must have query's shape \(1, 2, 4, 5, 3\), got"),

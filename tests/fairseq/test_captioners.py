@@ -77,7 +77,7 @@ def test_every_setting_trains(name, setting):
 
 
 @every_setting
-def test_steps_are_those_of_the_whole(name, setting):
+def test_step_by_step_equals_the_full_pass_after_reorders(name, setting):
     """Steps may start with several words; a beam may reorder the rows and drop some of them."""
     model = captioner_of(task(), name, **setting).double().eval()
     sample = batch(torch.float64, T=6)
@@ -163,7 +163,7 @@ def test_eta_transformer_is_the_blocks_put_together():
 
 
 @pytest.mark.parametrize("name, dtype", zip(SIZES, [torch.bfloat16, torch.float16] * 2))
-def test_half(name, dtype):
+def test_half_precision_is_near_float32_for_features_of_either_dtype(name, dtype):
     """Features keep their stored dtype, because fairseq-generate --fp16 converts only the models."""
     model, sample = captioner_of(task(), name).eval(), batch()
     expected = model(**sample)[0]
@@ -171,7 +171,7 @@ def test_half(name, dtype):
     for features in (torch.float32, torch.float16):
         logits = model(**{**sample, "regions": sample["regions"].to(features)})[0]
         assert logits.dtype == dtype
-        torch.testing.assert_close(logits.float(), expected, rtol=0.1, atol=0.1)
+        torch.testing.assert_close(logits.float(), expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
 @every_captioner
@@ -197,7 +197,7 @@ DROPOUTS = [
 
 
 @pytest.mark.parametrize(("name", "fusion", "expected"), DROPOUTS)
-def test_dropout(name, fusion, expected):
+def test_dropout_reaches_words_sources_layers_and_features(name, fusion, expected):
     model, calls = captioner_of(task(), name, dropout=0.1, **fusion), dict.fromkeys(expected, 0)
     for part in calls:
         model.get_submodule(part).register_forward_hook(lambda *_, part=part: calls.update({part: calls[part] + 1}))
@@ -208,7 +208,7 @@ def test_dropout(name, fusion, expected):
 
 
 @pytest.mark.parametrize("names", [*([name] for name in SIZES), list(SIZES)], ids="-".join)
-def test_beam_search(names):
+def test_beam_search_with_caches_equals_that_without(names):
     """Results with caches equal those without. An ensemble returns the logarithm of the mean probability."""
     of = task()
     models = [captioner_of(of, name).eval() for name in names]
@@ -242,7 +242,7 @@ PARAMETERS["eta_transformer"] = 97_477_391 - 1536 * 512
 
 
 @every_captioner
-def test_sizes(name):
+def test_base_and_tiny_models_have_the_documented_sizes(name):
     """Base and tiny models have the documented sizes; options that hydra omits take the base model's size."""
     kind = MODEL_REGISTRY[name]
     assert ARCH_MODEL_REGISTRY[name] is ARCH_MODEL_REGISTRY[f"{name}_tiny"] is kind
@@ -263,7 +263,7 @@ def test_sizes(name):
 
 
 @every_captioner
-def test_checkpoints(name):
+def test_checkpoints_load_and_those_of_other_options_raise(name):
     model, sample = captioner_of(task(), name).eval(), batch()
     other = captioner_of(task(), name).eval()
     state = {key: tensor * 1.5 for key, tensor in model.state_dict().items()}
@@ -282,7 +282,7 @@ def test_checkpoints(name):
 
 
 @every_captioner
-def test_models_that_cannot_be(name):
+def test_options_that_contradict_the_data_raise(name):
     without_regions, without_attributes = task(), task()
     without_regions.regions, without_attributes.has_attributes = None, False
     eta = name == "eta_transformer"
@@ -308,7 +308,7 @@ def test_models_that_cannot_be(name):
 
 
 @every_captioner
-def test_inputs_that_are_missing(name):
+def test_missing_inputs_raise(name):
     model, sample = captioner_of(task(), name), batch()
     del sample["regions"]
     with pytest.raises(ValueError, match="regions must be in net_input of a model that reads them"):

@@ -42,7 +42,7 @@ def folder(tmp_path) -> Path:
         ("고양이 두 마리", "고양이 두 마리"),  # Korean has spaces
     ],
 )
-def test_words(caption, words):
+def test_captions_are_split_into_words(caption, words):
     assert words_of(caption) == words.split()
 
 

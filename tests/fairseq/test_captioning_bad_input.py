@@ -92,7 +92,7 @@ def test_a_sample_that_is_too_large(folder):
         ("regions.npz", b"PK", r"regions\.npz is not an npz file or is truncated"),
     ],
 )
-def test_files_that_are_not_such(folder, name, text, message):
+def test_malformed_files_raise(folder, name, text, message):
     (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         task_of(folder).load_dataset("train")
@@ -108,7 +108,7 @@ def test_files_that_are_not_such(folder, name, text, message):
         ([{"raw": 3}], r"splits\.json: caption 1 of image 103 is empty, got 3"),
     ],
 )
-def test_sentences_that_are_not_such(folder, sentences, message):
+def test_malformed_sentences_raise(folder, sentences, message):
     (folder / "captions.json").unlink()
     row = {"cocoid": 103, "split": "restval", "sentences": sentences}
     good = {"cocoid": 104, "split": "train", "sentences": [{"tokens": ["a", "cat"]}]}
@@ -130,7 +130,7 @@ def test_sentences_that_are_not_such(folder, sentences, message):
         (dict(min_word_count=999), ValueError, "--min-word-count 999: no word occurs that often"),
     ],
 )
-def test_options_that_cannot_be(folder, options, error, message):
+def test_options_out_of_range_raise(folder, options, error, message):
     with pytest.raises(error, match=message):
         task_of(**{"folder": options.pop("data", folder), **options})
 

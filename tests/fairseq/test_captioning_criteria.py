@@ -182,7 +182,7 @@ def test_captions_are_drawn_as_often_as_they_are_probable(task):
     assert abs(statistic - freedom) < 5 * math.sqrt(2 * freedom)
 
 
-def test_nothing_follows_the_end(task, model):
+def test_captions_end_with_padding_alone(task, model):
     captions = criterion_of(task).captions(model, batch(task, 99)["net_input"], 1, 3)
     ended = captions.eq(EOS).cumsum(-1).gt(0)
     assert ended[..., -1].any()
@@ -210,7 +210,7 @@ def test_validation_scores_greedy_captions(task, model):
     assert size == log["captions"] == len(sample["id"]) == 4
 
 
-def test_workers_sum(task, model):
+def test_metrics_of_workers_are_weighted_by_captions_and_words(task, model):
     """Means over workers or batches are weighted by captions, and the entropy by words."""
     criterion = criterion_of(task)
     logs = [criterion(copy.deepcopy(model).train(), batch(task, number))[2] for number in (2, 5)]

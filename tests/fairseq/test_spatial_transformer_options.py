@@ -44,7 +44,7 @@ def build_language_model(**options: Any) -> SpatialTransformerLanguageModel:
         (dict(encoder_attention="1000", decoder_attention="1000", no_token_positional_embeddings=True), False, False),
     ],
 )
-def test_absolute_positions(options, encoder, decoder):
+def test_absolute_positions_are_added_where_attention_has_none(options, encoder, decoder):
     model = build(**options)
     assert (model.encoder.embed_positions is not None, model.decoder.embed_positions is not None) == (encoder, decoder)
     assert model.max_positions() == (1024, 1024)
@@ -299,7 +299,7 @@ def test_what_attention_cannot_give_is_refused():
         (dict(decoder_ffn_embed_dim=24), r"other shapes: decoder\.layers\.0\.fc1\.bias, "),
     ],
 )
-def test_another_models_checkpoint(options, message):
+def test_a_checkpoint_of_other_options_raises(options, message):
     with pytest.raises(ValueError, match=r"the checkpoint does not fit this model \(.*" + message):
         build(**options).load_state_dict(build().state_dict())
 

@@ -45,4 +45,3 @@ def pytest_collection() -> None:
     public_modules.IDENTITIES.append(NAME)
     module_inputs.INPUTS[NAME] = module_inputs.over(16, 5, 7)
     attention_terms.NAMES[NAME] = attention_terms.BOTH
-    attention_terms.SILENT["position"] += ("slope",)

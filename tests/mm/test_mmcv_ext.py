@@ -173,7 +173,7 @@ def test_autocast_leaves_the_kernels_their_dtype() -> None:
         torch.testing.assert_close(call(*leaves), define(*leaves), rtol=1e-4, atol=2e-5)
 
 
-def test_no_regions(monkeypatch) -> None:
+def test_no_regions_give_empty_outputs_and_zero_gradients(monkeypatch) -> None:
     monkeypatch.setattr("tests.mm.test_mmcv_ext.regions", lambda height, width: torch.zeros(0, 5))
     for name in ("roi_align-avg-0-aligned", "roi_align-max-0-aligned", "roi_pool", "deform_roi_pool-2"):
         leaves, call, _ = CASES[name]()
@@ -206,7 +206,7 @@ def random_boxes(count: int, step: float = 0.0) -> Tensor:
 
 
 @pytest.mark.parametrize("step, offset", [(0.0, 0), (5.0, 0), (5.0, 1)])
-def test_nms(step: float, offset: int) -> None:
+def test_nms_equals_its_definition(step: float, offset: int) -> None:
     boxes, scores = random_boxes(80, step), (torch.rand(80) * 20).round() / 20  # many equal scores
     for threshold in (0.3, 0.5):
         dets, kept = ops.nms(boxes, scores, threshold, offset=offset)

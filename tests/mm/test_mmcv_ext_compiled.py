@@ -12,7 +12,7 @@ from tests.mm.test_mmcv_ext import CASES, results
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.usefixtures("stand_in")
 @pytest.mark.parametrize("name", CASES)
-def test_gradients(name: str) -> None:
+def test_compiled_functions_have_eager_gradients(name: str) -> None:
     torch._dynamo.reset()
     leaves, call, _ = CASES[name]()
     compiled = results(leaves, torch.compile(call, backend="eager"))

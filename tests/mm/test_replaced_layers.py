@@ -171,7 +171,7 @@ UNTRACED = ("`torch.export`", "`torch.compile`", "`torch.fx`", "`torch.jit.scrip
 
 
 @pytest.mark.parametrize("name, column", cells(LAYERS, compiled="`accelerate` Swin"))
-def test_a_cell(name, column):
+def test_each_cell_of_the_table_is_what_happens(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")
     assert verdict(LAYERS[name], COLUMNS[column]) == printed(name)[column]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,7 +26,7 @@ from attn_plugins.modules import (
     capture_attention,
 )
 from attn_plugins.modules.common.capture import softmax_over_keys
-from tests.helpers.attention_terms import BOTH, NAMES, SILENT, entry
+from tests.helpers.attention_terms import BOTH, NAMES, entry
 from tests.helpers.cuda_checks import moved, randomized
 from tests.helpers.module_inputs import inputs
 from tests.helpers.public_modules import VARIANTS
@@ -80,35 +81,34 @@ NEIGHBORHOOD = (
     lambda layer, x, y: x + layer.gamma.scale * layer.proj(y),
 )
 OUTPUTS: dict[str, tuple[Any, Any]] = {
-    "BilateralCrissCross2d": CRISS_CROSS,
+    **dict.fromkeys(("BilateralCrissCross2d", "CrissCrossAttention2d"), CRISS_CROSS),
     "BilateralNonLocal2d": (lambda layer, x: layer.g(x), lambda layer, x, y: x + layer.conv_out(y)),
-    "BilateralSelfAttention": IN_STEPS,
-    "CrissCrossAttention2d": CRISS_CROSS,
-    "DynamicConv1d": CONVOLVED,
-    "DynamicConv2d": CONVOLVED,
+    **dict.fromkeys(("BilateralSelfAttention", "MultiheadAttention", "MultiheadSpatialAttention",
+                     "RelativeSelfAttention, causal"), IN_STEPS),  # the last has no table of values
+    **dict.fromkeys(("DynamicConv1d", "DynamicConv2d"), CONVOLVED),
     "LocalBilateralConv2d": (
         lambda layer, x: _channels_second(layer._logits(x).value), lambda layer, x, y: layer.output(y)
     ),
-    "MultiheadAttention": IN_STEPS,
-    "MultiheadSpatialAttention": IN_STEPS,
-    "NeighborhoodAttention1d": NEIGHBORHOOD,
-    "NeighborhoodAttention2d": NEIGHBORHOOD,
-    "NonLocal1d": NON_LOCAL,
-    "NonLocal2d": NON_LOCAL,
-    "NonLocal3d": NON_LOCAL,
-}  # fmt: skip
-OUTPUTS["RelativeSelfAttention, causal"] = IN_STEPS  # which has no table of values
-OUTPUTS |= {
-    name: (
+    **dict.fromkeys(("NeighborhoodAttention1d", "NeighborhoodAttention2d"), NEIGHBORHOOD),
+    **dict.fromkeys(("NonLocal1d", "NonLocal2d", "NonLocal3d"), NON_LOCAL),
+    **dict.fromkeys((name for name in LAYERS if name.startswith("WindowSelf") and name not in BELOW_ONE), (
         lambda layer, x: layer._project(x)[..., 32:].movedim(3, 1), lambda layer, x, y: layer.proj(y.movedim(1, 3))
-    )
-    for name in LAYERS if name.startswith("WindowSelfAttention") and name not in BELOW_ONE
+    )),
 }  # fmt: skip
 
 
 def _channels_second(heads: Tensor) -> Tensor:
     """Turn (B, M, H, W, d) into (B, M * d, H, W)."""
     return heads.movedim(-1, 2).flatten(1, 2)
+
+
+def terms_of(name: str, layer: Any) -> list[str]:
+    """Return the names of the terms that ``attention_logits`` is to show."""
+    if not hasattr(layer, "attention_logits"):
+        return []
+    if hasattr(layer, "attention_type"):
+        return [term for term, bit in zip(TERMS, layer.attention_type) if bit == "1"]
+    return entry(NAMES, name).split()
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def test_weights_make_the_output_and_logits_the_weights(name):
     def at(whole: Tensor) -> Tensor:
         return torch.stack([whole[(slice(None), slice(None), *place)] for place in chosen.tolist()], 2)
 
-    names, parts = (entry(NAMES, name) or "").split(), captured["layer"].parts()
+    names, parts = terms_of(name, layer), captured["layer"].parts()
     torch.testing.assert_close(captured["layer"].maps(asked), at(maps))
     if not one or name.startswith("NonLocal"):
         for axis, beyond in [(axis, number) for axis, n in enumerate(places) for number in (n, -1)]:
@@ -175,9 +175,7 @@ def test_weights_make_the_output_and_logits_the_weights(name):
             torch.testing.assert_close(part, at(whole))
 
 
-def test_every_module_with_logits_is_here():
-    with_logits = {name for name in modules.__all__ if hasattr(getattr(modules, name), "attention_logits")}
-    assert with_logits - {"SpatialSelfAttention"} <= {name.split(",")[0] for name in NAMES}
+def test_layers_without_weights_raise():
     for name in WITHOUT_WEIGHTS:
         with pytest.raises(ValueError, match="has no attention"):
             VARIANTS[name]().attention_maps(*inputs(name)[0])
@@ -213,6 +211,21 @@ def test_a_term_is_that_of_a_module_without_the_others(name):
             torch.testing.assert_close(softmax_over_keys(part), alone)
 
 
+def weights_by_term(layer: nn.Module, compute: Callable[[], dict[str, Tensor]]) -> dict[str, list[Tensor]]:
+    """Return what the logits of one term alone depend on: parameters, or rows of those that several depend on."""
+    logits, weights = compute(), [*layer.parameters()]
+    own: dict[str, list[Tensor]] = {term: [] for term in logits}
+    for weight in weights:
+        weight += 1
+        changed = [term for term, part in compute().items() if not torch.equal(part, logits[term])]
+        weight -= 1
+        if len(changed) == 1:
+            own[changed[0]].append(weight)
+        elif changed and isinstance(weight, nn.Parameter):
+            weights += [*weight]  # as a joint projection has rows of the keys
+    return own
+
+
 TWO_TERMS = [name for name in LAYERS if entry(NAMES, name) in (BOTH, "content geometric")
              and name != "LocalBilateralConv2d, shared"]  # fmt: skip
 
@@ -224,18 +237,19 @@ def test_a_term_is_what_is_left_without_the_other(name):
     args, kwargs = moved(inputs(name), "cpu", torch.float64)
     logits = layer.attention_logits(*args, **kwargs)
     (content, position), before = logits.values(), copy.deepcopy(layer.state_dict())
+    own = weights_by_term(layer, partial(layer.attention_logits, *args, **kwargs))
     for term, other in zip(logits, reversed(logits)):
         if term == "content" and not torch.equal(content.isneginf(), position.isneginf()):
             continue  # positions hide keys
         layer.load_state_dict(before)
-        for key, parameter in layer.named_parameters():
-            if key.startswith(SILENT[other]):
-                parameter.zero_()
-        if name.startswith("AAConv2d") and other == "content":
-            layer.qkv.weight[layer.dk : 2 * layer.dk] = 0
-        if name.startswith("Neighborhood") and other == "content":
-            layer.qkv.weight[16:32] = 0
+        for weight in own[other]:
+            weight.zero_()
         torch.testing.assert_close(softmax_over_keys(logits[term]), layer.attention_maps(*args, **kwargs))
+    layer.load_state_dict(before)
+    for term, part in layer.attention_logits(torch.ones_like(args[0]), *args[1:], **kwargs).items():
+        weights, keys = softmax_over_keys(part), tuple(range(part.dim() // 2 + 1, part.dim()))
+        even = torch.isclose(weights, weights.amax(keys, keepdim=True)) | part.isneginf()
+        assert even.all() == (term == "content")  # which cannot tell equal pixels apart
 
 
 @torch.no_grad()
@@ -276,7 +290,7 @@ def test_tokens_on_a_grid(options, prefix, masks):
     if masks == "added":
         given["attn_mask"] = torch.randn(T, T, dtype=torch.float64)
     logits = layer.attention_logits(x, **given)
-    names = [name for name, bit in zip(TERMS, layer.attention_type) if bit == "1"]
+    names = terms_of("", layer)
     assert list(logits) == names + ["predicted"] * ("kernel_size" in options)
     value = F.linear(x, layer.in_proj_weight[16:], layer.in_proj_bias[16:]).unflatten(2, (2, 4)).transpose(1, 2)
 

@@ -168,7 +168,7 @@ def test_strided_inputs_and_an_empty_batch(name):
 
 
 @pytest.mark.parametrize("name", MAPS)
-def test_maps_of_any_size(name):
+def test_any_map_size_equals_the_reference(name):
     """Maps smaller than windows, kernels and tables, and no map at all."""
     module, (x,) = made(name, dtype=torch.float64), inputs(name)[0]
     for size in ((1, 1), (1, 6), (7, 1), (3, 8)):

@@ -56,7 +56,7 @@ def flat(name, monkeypatch) -> Flat:
 @pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("device", DEVICES)
 @often("CrissCrossAttention2d", "GeneralizedAttention2d, range", "MultiheadSpatialAttention", "WindowSelfAttention, V2")
-def test_compiled(name, device):
+def test_compiled_in_one_graph_equals_eager(name, device):
     """On CUDA, inductor compiles; on the CPU, graphs run as they are, which needs no compiler."""
     torch._dynamo.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"

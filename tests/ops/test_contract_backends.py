@@ -131,7 +131,7 @@ HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF, HALF)))
     ],
     ids=str,
 )  # fmt: skip
-def test_results(name, backend, device, dtype):
+def test_every_backend_equals_the_reference(name, backend, device, dtype):
     check(drawn(name, backend, device, dtype), backend, dtype)
 
 
@@ -194,7 +194,7 @@ WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
 
 
 @by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON)
-def test_scales(name, backend, device, dtype):
+def test_scales_of_zero_and_below_equal_the_reference(name, backend, device, dtype):
     """A scale of 0 makes no use of uninitialized memory, which deterministic mode fills with NaN."""
     some = drawn(name, backend, device, dtype)
     for scale in (0.0, -0.5):

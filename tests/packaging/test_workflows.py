@@ -29,10 +29,6 @@ def test_commands_exist():
             assert (ROOT / command).is_file()
 
 
-def test_continuous_integration_is_the_one_of_the_repository():
-    assert ".ci/run" in [step.get("run") for step in steps(ROOT / ".github/workflows/ci.yml")]
-
-
 def test_all_tests_run_weekly():
     """In a job of its own, which no push cancels and which has more time than that of a change."""
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
@@ -71,11 +67,6 @@ def test_wheels_of_every_platform_are_checked_before_a_release():
     assert 'test-command = "python {project}/tools/check_wheel.py cpu"' in (ROOT / "pyproject.toml").read_text()
     counted = next(command for command in commands if "wc -l" in command)
     assert f"= {len(built) + 1} " in counted
-
-
-def test_the_wheel_without_a_binary_is_built_without_one():
-    (build,) = (step for step in jobs("wheels")["source"]["steps"] if step.get("run") == "python -m build")
-    assert build["env"] == {"ATTN_PLUGINS_BUILD": "none"}
 
 
 def test_a_trial_cannot_be_published():

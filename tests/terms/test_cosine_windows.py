@@ -51,7 +51,7 @@ def test_nothing_learns_beyond_the_clamp():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype):
+def test_half_precision_stays_within_bound(dtype):
     """Squares of these queries overflow in float16."""
     torch.manual_seed(0)
     q, k = (300 * torch.randn(2, 1, 2, 5, 8)).to(dtype).unbind(0)
@@ -72,7 +72,7 @@ def test_sines():
             assert encoding[n, width // 2 + i].item() == pytest.approx(math.cos(angle), abs=1e-6)
 
 
-def test_errors():
+def test_bad_arguments_raise():
     heads = torch.zeros(1, 2, 3, 4)
     for call, message in (
         (lambda: log_coordinates((0, 3)), "size must be two ints"),

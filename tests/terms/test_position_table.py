@@ -61,7 +61,7 @@ def by_loops(column, old, new):
 
 
 @pytest.mark.parametrize("old, new", [((3, 5), (5, 8)), ((5, 7), (3, 4)), ((1, 4), (3, 4)), ((4, 1), (4, 2))])
-def test_resizing(old, new):
+def test_resized_tables_equal_loops(old, new):
     table = random_table(old, dtype=torch.float64)
     resized = resize_position_table(table, old, new).view(2 * new[0] - 1, 2 * new[1] - 1, 2)
     grid = table.view(2 * old[0] - 1, 2 * old[1] - 1, 2)
@@ -71,7 +71,7 @@ def test_resizing(old, new):
     torch.testing.assert_close(resized, expected, atol=1e-4, rtol=0)
 
 
-def test_errors():
+def test_bad_arguments_raise():
     zeros = torch.zeros
     for call, message in (
         (lambda: table_logits(zeros(9, 2), (3, 2)), r"table must have shape \(15, M\) for a window of 3 × 2, got"),

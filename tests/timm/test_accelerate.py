@@ -103,7 +103,7 @@ class Halved(nn.Module):
 
 
 @pytest.mark.parametrize("name, grad", [(V1, False), (V2, True)])
-def test_other_sizes(name, grad):
+def test_other_picture_sizes_equal_timm(name, grad):
     """Of pictures, also after ``set_input_size``; a trace at a size of whole windows serves one that is padded."""
     model = build(name, strict_img_size=False).eval()
     ours = copy.deepcopy(model)
@@ -176,7 +176,7 @@ def test_traced_by_fx(name):
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "samvit_base_patch16_224"])
-def test_nothing_is_found(name):
+def test_a_model_without_known_layers_raises(name):
     options = dict(use_rel_pos=False) if "sam" in name else {}
     with torch.device("meta"):
         model = timm.create_model(name, **options)
@@ -185,7 +185,7 @@ def test_nothing_is_found(name):
         accelerate(model)
 
 
-def test_all_or_none():
+def test_one_unknown_layer_leaves_all_as_they_were():
     model = build(V1)
     block = model.layers[1].blocks[1]
     block.attn.forward = lambda x, mask=None: x

@@ -161,7 +161,7 @@ def test_without_shift_it_is_timms_without(name):
 
 
 @pytest.mark.parametrize("name", [V1, V2])
-def test_other_sizes(name):
+def test_set_input_size_changes_windows_as_in_timm(name):
     """set_input_size changes windows, shifts and tables as in timm; the model takes pictures of any size."""
     ours, still = (build(name, strict_img_size=False, shift=shift) for shift in (True, False))
     stock = build(NAMES[name], strict_img_size=False)

@@ -283,7 +283,7 @@ def test_compiled_exported_and_half(pattern):
             torch.testing.assert_close(model(clip()).float(), expected, **tolerance)
 
 
-def test_inputs_that_do_not_fit():
+def test_clips_of_another_shape_raise():
     with pytest.raises(ValueError, match=r"x must have shape \(B, T, 3, .* got \(2, 3, 4, 32, 48\); x.transpose"):
         build()(clip().transpose(1, 2))
     with pytest.raises(ValueError, match=r"frames before channels, got \(2, 4, 1, 32, 48\)$"):

@@ -101,7 +101,7 @@ def test_places_are_found(name, options):
         torch.testing.assert_close(output, plain(x, grid=(3, 4), prefix_tokens=prefix), rtol=1e-4, atol=1e-5)
 
 
-def test_pictures_of_other_sizes():
+def test_other_picture_sizes_agree_however_they_are_set():
     """dynamic_img_size, set_input_size and another img_size at creation agree; only patches have positions."""
     options = dict(pos_embed="none")
     model = open_gates(build(**options, dynamic_img_size=True))
@@ -163,7 +163,7 @@ def test_extracted_weights(name):
 
 
 @pytest.mark.parametrize("size", ["tiny", "small", "base"])
-def test_our_names(size):
+def test_our_models_load_timms_weights(size):
     stock = timm.create_model(f"vit_{size}_patch16_224", depth=1)
     options = dict(attention_type="1011", kernel_size=3, gate_init=0.5)
     model = timm.create_model(f"attn_vit_{size}_patch16_224", depth=1, **options)

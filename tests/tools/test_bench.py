@@ -216,7 +216,7 @@ def test_others_that_end_are_waited_for():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_rows_have_names_of_their_own(device):
+def test_rows_of_a_benchmark_have_different_names(device):
     """Rows of a GPU are listed without one."""
     for name in (*cases.NAMES, "modules", "eager", *cases.MODELS):
         rows = cases.cases(name, device)
@@ -224,7 +224,6 @@ def test_rows_have_names_of_their_own(device):
         assert len(names) == len(set(names)) > 1
         if device == "cuda" and name != "calls":
             assert any(case.main for case in rows)
-            assert rows[0].kind in (("TF32",) if name in cases.MODELS else ("bfloat16", "autocast to bfloat16"))
 
 
 def test_every_operator_and_module_has_a_row():

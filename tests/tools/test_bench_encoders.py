@@ -42,6 +42,6 @@ def test_both_compute_the_same(one_thread, monkeypatch, title):
     assert 0 < losses[0] < float("inf")
 
 
-def test_rows():
+def test_every_encoder_has_two_rows():
     names = [case.name for case in cases.cases("encoders", "cpu")]
     assert len(names) == len(set(names)) == 2 * len(room.ENCODERS)

@@ -59,6 +59,6 @@ def test_operators_compute_the_same(title):
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
 
 
-def test_rows():
+def test_every_operator_and_model_has_two_rows():
     names = [case.name for case in cases.cases("transformers_models", "cpu")]
     assert len(names) == len(set(names)) == 2 * (len(room.OPERATORS) + len(room.MODELS))

@@ -54,7 +54,7 @@ def test_models_stay_cheap():
         assert counted[0] > 300
 
 
-def test_what_launches():
+def test_views_are_no_launches_and_nested_operators_are_one():
     """Views and what calls others do not; an operator within one that launches is a part of it."""
     x, weight = torch.rand(2, 3, 4, 4), torch.rand(5, 3, 3, 3)
     for call, launches in (
@@ -68,7 +68,7 @@ def test_what_launches():
         assert count(call).launches == launches
 
 
-def test_counts():
+def test_launches_and_calls_are_counted():
     x = torch.rand(2, 2)
 
     def called():

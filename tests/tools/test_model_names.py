@@ -27,6 +27,6 @@ def test_the_nearest_name_comes_first(name, words):
         TimmBackbone(name)
 
 
-def test_names_that_need_no_answer():
+def test_known_names_pass():
     assert check_model_name("aa_resnet50") is None
     assert check_model_name("resnet50.a1_in1k") is None

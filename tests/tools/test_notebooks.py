@@ -77,7 +77,7 @@ def test_the_config_is_that_of_the_start_page():
     assert f"```python\n{config}```" in (ROOT / "docs/start/mmdet.md").read_text()
 
 
-def test_page(tmp_path):
+def test_a_notebooks_page_holds_text_code_output_and_pictures(tmp_path):
     """Text, code, printed text and pictures; a link to the notebook after the heading."""
     picture = b"\xff\xd8 of a picture"
     shown = {"image/jpeg": base64.b64encode(picture).decode(), "text/plain": ["<Image>"]}
@@ -108,7 +108,7 @@ def test_unknown_names_are_refused(capsys):
 
 @pytest.mark.slow
 @each
-def test_runs(file):
+def test_every_notebook_runs(file):
     """A cell that raises an error, of which some check their results, ends it."""
     executed = notebooks.run(file)
     code = [cell for cell in executed.cells if cell.cell_type == "code"]

@@ -240,7 +240,7 @@ def test_videos_are_read_in_rgb(tmp_path):
     assert max(max(frame[1:]) for frame in frames) < 40
 
 
-def test_what_is_no_clip(tmp_path):
+def test_unreadable_clips_raise(tmp_path):
     pytest.importorskip("cv2")
     (tmp_path / "text.mp4").write_text("no video")
     (tmp_path / "empty").mkdir()

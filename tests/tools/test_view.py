@@ -131,7 +131,7 @@ def test_the_uniform_weight_counts_the_keys_of_a_query(layer, keys):
         (VIT, SMALL_VIT, (48, 64), list(layers.FOUR_TERMS.values())),
     ],
 )
-def test_parts(name, options, size, titles, photograph):
+def test_parts_multiply_to_the_whole_attention(name, options, size, titles, photograph):
     """The normalized product of the terms' softmaxes is the softmax of the sum of their logits."""
     seen = models.view_timm(sharp(name, **options), open_picture(photograph), [], size)
     queries, call = torch.tensor([[1, 2], [0, 0]]), seen.layers[-1]

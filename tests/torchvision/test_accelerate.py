@@ -139,7 +139,7 @@ def test_copies_and_pickles():
     assert repr(model.conv).startswith("DeformConv2d(4, 6, kernel_size=(3, 3)")
 
 
-def test_graphs(tmp_path):
+def test_compiled_exported_and_traced_models_equal_torchvision(tmp_path):
     model, x = build(torch.float32)
     model.eval().requires_grad_(False)
     expected = model(x)

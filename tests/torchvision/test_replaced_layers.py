@@ -20,6 +20,6 @@ def inputs() -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_a_cell(column):
+def test_each_cell_of_the_table_is_what_happens(column):
     layer = Layer(lambda: drawn(Model()), ours, inputs, "attn_plugins.deform_conv2d")
     assert verdict(layer, COLUMNS[column]) == printed("`accelerate`, torchvision's `DeformConv2d`")[column]

@@ -44,7 +44,7 @@ def runs_ours(module: nn.Module, x: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("version, column", cells(KINDS))
-def test_a_cell(version, column):
+def test_each_cell_of_the_table_is_what_happens(version, column):
     matrix = Layer(layer(version), ours, lambda: (rand(2, 7, 9, C),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[version])[column]
 

@@ -28,7 +28,7 @@ def attention(model: nn.Module) -> tuple[str, Any]:
     return [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "sampling_offsets")][-1]
 
 
-def alike(family: str, change: Callable[[Any, list], Any], first: bool, tolerance: float = 1e-5) -> None:
+def assert_alike(family: str, change: Callable[[Any, list], Any], first: bool, tolerance: float = 1e-5) -> None:
     """Change a stock model and an accelerated one, before or after: they record and compute the same."""
     outcomes = []
     for accelerated in (False, True):
@@ -69,7 +69,7 @@ def test_hooks_are_called(family, hook, first):
         for name, part in layer.named_modules():
             getattr(part, f"register_{hook}")(lambda *call, name=name: record.append(name))
 
-    alike(family, change, first)
+    assert_alike(family, change, first)
 
 
 class Halved(nn.Module):
@@ -116,11 +116,11 @@ def replace_core(layer: Any, record: list) -> None:
 @pytest.mark.parametrize("change", [halve, wrap_forward, quantize])
 def test_replaced_parts_are_used(family, change):
     rounding = 1e-3 if change is quantize else 1e-5  # a step of the next layer's 8-bit inputs
-    alike(family, change, first=False, tolerance=rounding)
+    assert_alike(family, change, first=False, tolerance=rounding)
 
 
 def test_a_replaced_core_is_used():
-    alike("d_fine", replace_core, first=False)
+    assert_alike("d_fine", replace_core, first=False)
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -219,7 +219,7 @@ class Sizes(nn.Module):
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["mask2former", "rt_detr_v2"])
-def test_traced(family):
+def test_traced_models_equal_stock_at_other_sizes(family):
     model = build(family)
     pictures, others = torch.randn(2, 2, 3, 64, 96)
     expected = Sizes(model)(others)
@@ -241,7 +241,7 @@ def test_onnx_exports_stock_code():
     assert "GridSample" in {node.op_type for node in onnx.load(file).graph.node}
 
 
-def test_all_or_none():
+def test_one_unknown_layer_leaves_all_as_they_were():
     with pytest.raises(ValueError, match=r"model must contain layers .*; Linear has none"):
         accelerate(nn.Linear(1, 1))
     model = build("rt_detr_v2")

@@ -153,7 +153,7 @@ def test_half_precision(place, dtype, autocast):
 
 
 @each
-def test_weights_that_are_asked_for(place):
+def test_stock_returns_weights_that_are_asked_for(place):
     """Stock's code returns what stock returns: weights, or None and a warning."""
     attn, x = attention_of(block_of(place)), rand(2, 7, 4, 16)
     expected = attn(x, output_attentions=True)
@@ -184,7 +184,7 @@ def test_dropout_of_weights(place):
 
 @pytest.mark.parametrize("place", EAGER, ids=lambda place: place.layer)
 @pytest.mark.parametrize("reader", ["hook", "hook of all modules", "forward"])
-def test_weights_that_may_be_read(place, reader):
+def test_hooks_see_the_weights_of_eager_layers(place, reader):
     """Whoever sees the results of an eager layer sees its weights, as in stock."""
     attn, x, seen = attention_of(block_of(place)), rand(2, 7, 4, 16), []
     expected = attn(x)[1]

@@ -45,5 +45,5 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name, column", cells(LAYERS))
-def test_a_cell(name, column):
+def test_each_cell_of_the_table_is_what_happens(name, column):
     assert verdict(LAYERS[name], COLUMNS[column]) == printed(name)[column]

@@ -74,7 +74,7 @@ def runs_ours(module: Callable[..., Any], *args: Any, **options: Any) -> bool:
 
 
 @pytest.mark.parametrize("name, column", cells(ROWS, slow=("ClapAudio", "MaskFormerSwin", "Swin2SR")))
-def test_a_cell(name, column):
+def test_each_cell_of_the_table_is_what_happens(name, column):
     matrix = Layer(partial(layer, name), ours, lambda: (tokens(),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[name])[column]
 

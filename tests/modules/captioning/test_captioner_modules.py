@@ -117,7 +117,7 @@ def test_equals_the_formulas(name, mask):
 
 @torch.no_grad()
 @every_decoder
-def test_steps_are_those_of_the_whole(name):
+def test_step_by_step_equals_the_full_pass_after_a_reorder(name):
     """Start with two words, then decode one by one, with rows that a beam search has reordered."""
     decoder = Decoder(name)
     words, source = decoder.inputs()
@@ -134,7 +134,7 @@ def test_steps_are_those_of_the_whole(name):
 
 
 @torch.no_grad()
-def test_weight_normalization():
+def test_weights_start_at_their_direction_and_keep_the_length_g():
     """At first the weights are v, and the output has the requested variance. Later, |w| is g."""
     torch.manual_seed(0)
     layer = GatedConvBlock(64, 3, dropout=0.5).conv

@@ -119,7 +119,7 @@ def test_strides_and_pooling(stride, pool, size):
     torch.testing.assert_close(result[:, :24], layer.conv(x))
 
 
-def test_the_extremes_are_a_convolution_and_attention_alone():
+def test_without_value_channels_it_is_a_convolution_and_with_all_attention():
     plain, x = make(dv=0, dk=0), torch.randn(2, 16, 5, 7, dtype=torch.float64)
     assert set(plain.state_dict()) == {"conv.weight"}
     torch.testing.assert_close(plain(x), F.conv2d(x, plain.conv.weight, padding=1))

@@ -115,8 +115,10 @@ def test_the_causal_layer_equals_loops_and_reads_no_later_position(options):
         torch.testing.assert_close(layer(later)[:, :, :5], expected)
 
 
-def test_weights_are_those_of_the_layer_that_looks_ahead():
-    DeformableConv1d(6, 4, 3).load_state_dict(causal(CAUSAL[0]).state_dict())
+def test_at_offsets_of_zero_the_causal_layer_is_the_padded_one_with_its_weights():
+    module, padded, x = CausalDeformableConv1d(6, 4, 3), DeformableConv1d(6, 4, 3, padding=2), torch.randn(2, 6, 9)
+    padded.load_state_dict(module.state_dict())
+    torch.testing.assert_close(padded(x)[..., :9], module(x))
 
 
 @pytest.mark.parametrize("cls", [CausalDeformableConv1d, DeformableConv1d])

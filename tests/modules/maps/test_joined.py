@@ -29,7 +29,7 @@ def test_autocast_casts_the_joined_weights():
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_nobody_misses_a_call(kind, monkeypatch):
+def test_observed_or_replaced_projections_are_called(kind, monkeypatch):
     calls = []
     convs: dict[str, nn.Module] = {n: nn.Conv2d(4, 6, 1, bias=False) for n in ("query", "key", "value")}
     handle = None

@@ -71,7 +71,7 @@ def test_torch_func_and_batched_gradients():
 
 
 @pytest.mark.parametrize("shape", [(2, 33, 5, 7), (1, 3, 1, 40), (0, 3, 4, 5), (2, 1, 4, 5)], ids=str)
-def test_a_scaled_sum(shape, device):
+def test_add_scaled_equals_addcmul_up_to_second_gradients(shape, device):
     """Values and gradients of both orders are those of the plain sum, whose formats they have."""
     x, scale, output = (torch.randn(s, device=device, dtype=torch.float64) for s in (shape, (), shape))
     leaves = [x, scale, output.contiguous(memory_format=torch.channels_last)]

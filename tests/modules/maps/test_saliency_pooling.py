@@ -95,7 +95,7 @@ def test_stacks_of_gradients_and_forward_mode():
 
 
 @pytest.mark.parametrize("frozen", ["map", "parameters"])
-def test_without_some_gradients(frozen):
+def test_a_frozen_map_or_frozen_parameters_leave_the_other_gradients(frozen):
     module, x = built(), drawn_map(2, 8, 3, 3)
     leaves = [x.requires_grad_()] if frozen == "parameters" else [*module.parameters()]
     module.requires_grad_(frozen == "map")
@@ -119,7 +119,7 @@ CALLED = {
 
 
 @pytest.mark.parametrize("way", CALLED)
-def test_layers_are_called_where_somebody_may_notice(way, calls):
+def test_observed_or_replaced_projections_are_called(way, calls):
     module = built()
     CALLED[way](module)
     module(drawn_map(2, 8, 3, 4))

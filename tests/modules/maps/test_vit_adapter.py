@@ -315,7 +315,7 @@ def test_the_pyramid_is_vitdets():
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_other_networks_are_named():
+def test_unsuitable_vits_raise():
     with pytest.raises(TypeError, match="vit must be like timm's VisionTransformer, got Linear without patch_embed, "):
         ViTAdapter(nn.Linear(3, 3))
     fixed, dropping, other = TinyViT(), TinyViT(), TinyViT()

@@ -111,7 +111,7 @@ def test_the_future_is_not_seen(name):
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", MASKED)
-def test_only_padding_and_a_single_token(name, causal):
+def test_padding_alone_gives_the_bias_and_a_single_token_its_value(name, causal):
     layer = Tokens(name, causal)
     out = layer.layer.output if "Conv" in name else layer.layer.out_proj
     hidden = layer(drawn(2, 7), torch.ones(2, 7, dtype=torch.bool))
@@ -172,7 +172,7 @@ def test_exported_and_compiled_for_any_length(name):
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["DynamicConv1d, 5, 3", "CausalDeformableConv1d, 6, 3", *ONE_OF_EACH[:5]])
-def test_caches_that_do_not_fit(name):
+def test_unsuitable_caches_raise(name):
     layer, x = Tokens(name), drawn(2, 5)
     with pytest.raises(TypeError, match="cache must be a SequenceCache, got dict"):
         layer(x, cache={})

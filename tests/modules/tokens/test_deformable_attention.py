@@ -75,13 +75,13 @@ def by_loops(layer, query, value, query_pos, key_padding_mask, reference_points,
 
 
 @pytest.mark.parametrize(("boxes", "key_saliency"), [(False, True), (True, False)])
-def test_formula(boxes, key_saliency):
+def test_equals_loops(boxes, key_saliency):
     layer, given = module(key_saliency=key_saliency), inputs(boxes)
     with torch.no_grad():
         torch.testing.assert_close(layer(**given), by_loops(layer, **given))
 
 
-def test_start():
+def test_weights_start_uniform_and_each_head_in_its_direction():
     """Weights start uniform. Each head looks in its own direction, with points at distances of 1, 2, ... pixels."""
     layer = MultiScaleDeformableAttention(num_levels=2)
     offsets = layer.sampling_offsets.bias.view(8, 2, 4, 2)

@@ -122,7 +122,7 @@ def test_with_norms_the_module_is_the_official_half_block(pattern):
     torch.testing.assert_close(x + module(x, ODD, 1), expected)
 
 
-def test_wide_heads_and_long_groups():
+def test_wide_heads_of_strided_tokens_equal_sdpa():
     """These take the other operator, on tokens that are not contiguous."""
     torch.manual_seed(0)
     module = SpaceTimeSelfAttention(160, 2, "joint", dtype=torch.float64)

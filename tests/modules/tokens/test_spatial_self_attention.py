@@ -91,7 +91,7 @@ CASES = [(bits, WINDOWS[(n + n // 4) % 4], (0, 1, 3)[n % 3]) for n, bits in enum
 
 @torch.no_grad()
 @pytest.mark.parametrize(("attention_type", "options", "prefix"), CASES, ids=str)
-def test_formula(attention_type, options, prefix):
+def test_equals_loops(attention_type, options, prefix):
     """The weights are the same if dropout or a mask makes the layer materialise them."""
     layer = module(attention_type, **options)
     torch.manual_seed(2)
@@ -143,7 +143,7 @@ def test_the_start_and_its_masks_are_torchs(kind):
     torch.testing.assert_close(layer(*given, GRID, attn_mask=everything), layer(*given, GRID))
 
 
-def test_cross_attention_without_places():
+def test_cross_attention_with_a_closed_gate_equals_the_stock_layer():
     layer = module("1010")
     query, key = torch.randn(2, 5, C, dtype=torch.float64), torch.randn(2, 9, C, dtype=torch.float64)
     gate = layer.gate.detach().clone()

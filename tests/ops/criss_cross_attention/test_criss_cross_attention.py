@@ -71,7 +71,7 @@ def test_the_own_entry_of_the_column_is_not_read(number):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_kept(recompute):
+def test_the_forward_keeps_weights_or_log_sum_exps(recompute):
     """The weights or the log-sum-exps; the contract's opcheck is of calls that keep weights."""
     terms = None, None, *example(NAMES[2], B=1, map=(4, 9)).leaves().values()
     operator = torch.ops.attn_plugins.criss_cross_attention

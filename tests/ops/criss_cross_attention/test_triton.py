@@ -38,7 +38,7 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [(1, 3), (3, 1), (1, 1)])
-def test_lines_of_one_place(size):
+def test_rows_and_columns_of_one_pixel_equal_the_reference(size):
     check(drawn(size), "triton", HALF)
 
 
@@ -80,7 +80,7 @@ def test_explained():
     assert explain(criss_cross_attention, *[t.float() for t in on_meta]).refusals["triton"] == TAKES
 
 
-def test_refusals():
+def test_calls_that_triton_cannot_compute_are_refused_in_words():
     arguments, many = terms((1, 1)), randn(1, 1, 1, 1, 1, dtype=torch.float16).expand(2**30, 1, 1, 1, 1)
     position = Terms(None, None, arguments.value, randn(1, 1, 1, 1, 2, dtype=torch.float16))
     for refused in (terms((1, 1), dtype=torch.float32), position):

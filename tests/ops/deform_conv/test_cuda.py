@@ -156,7 +156,7 @@ def test_more_than_2_to_the_31_elements():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory(dtype):
+def test_working_memory_is_a_fraction_of_the_column_buffer(dtype):
     """Compare a call's working memory with the column buffer of the whole batch, C * 9 * N * H * W elements.
 
     In half precision the backward's float32 sums count double: 39 % instead of 36 %.

@@ -89,7 +89,7 @@ def test_the_sum_is_exact_where_its_terms_are(emulated, size, masked, dtype):
 @slow
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
 @pytest.mark.parametrize("scale", [1.0, 2.0**-60, 2.0**50])
-def test_units(emulated, scale, masked):
+def test_each_term_is_rounded_to_the_unit(emulated, scale, masked):
     """Each pixel gets one term, which is rounded to the unit that the largest factors and the samples determine.
 
     Pixels of the last row and column get halves of it, each rounded.
@@ -176,7 +176,7 @@ def test_numbers_that_are_not_finite_come_out(emulated, size, spoilt):
 @slow
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "plain"])
-def test_the_largest_sum(emulated, masked, sign):
+def test_the_largest_sum_does_not_overflow(emulated, masked, sign):
     """Every sample reads one pixel, with factors just below a power of two, of which there are as many as fit."""
     problem = Problem(B=1, C=4, map=(1, 1), padding=8, masked=masked)
     offset, places = problem.offset.view(3, 3, 2, 15, 15), torch.arange(15).double() - 8  # of 3 x 3 taps
@@ -193,7 +193,7 @@ def test_the_largest_sum(emulated, masked, sign):
 
 
 @pytest.mark.parametrize("zero", ["mask", "gradient"])
-def test_nothing_to_add(emulated, zero):
+def test_zero_factors_give_zero_gradients(emulated, zero):
     """Zeros have no exponent."""
     problem = Problem()
     (problem.mask if zero == "mask" else problem.grad_output).zero_()
@@ -215,7 +215,7 @@ def test_layouts(emulated, layout):
 
 
 @pytest.mark.parametrize("needed", range(4), ids=["input", "samples", "weight", "bias"])
-def test_only_what_is_needed(emulated, needed):
+def test_gradients_not_needed_are_empty(emulated, needed):
     problem = Problem(**SIZES["plain"])
     needs = [n == needed for n in range(4)]
     every = problem.call(emulated.deform_conv2d_deterministic_backward)

@@ -159,7 +159,7 @@ def test_launches(name, backend, emulated, case, layout, forward, backward):
 
 
 @slow
-def test_borders_exactly(emulated):
+def test_samples_on_the_border_equal_bilinear_interpolation(emulated):
     """Samples on -1, 0, H - 1 and H, whose corners leave the map one by one."""
     input = torch.randn(1, 8, 4, 4).double()
     rows = torch.tensor([-1.0, -0.5, 0.0, 2.5, 3.0, 3.5, 4.0, -1.0000001]).double()
@@ -255,7 +255,7 @@ def test_division_by_multiplication(emulated):
 
 @pytest.mark.parametrize("dtype", slow_but([SINGLE, HALF], [*BOUNDS]), ids=str)
 @pytest.mark.parametrize("shape", [(2, 33, 70), (1, 1, 40), (3, 64, 1), (0, 3, 4)], ids=str)
-def test_transposition(emulated, shape, dtype):
+def test_transposed_matrices_equal_addcmul(emulated, shape, dtype):
     """Rows may lie apart; a scale and an addend are rounded once, as ``torch.addcmul`` does."""
     N, rows, columns = shape
     wide = torch.randn(N, rows, columns + 3, generator=torch.Generator().manual_seed(0)).to(dtype)

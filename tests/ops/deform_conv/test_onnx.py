@@ -94,7 +94,7 @@ def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
 
 
 @pytest.mark.parametrize("opset", [22, 23])
-def test_later_opsets(opset, tmp_path):
+def test_opsets_22_and_23_have_one_node(opset, tmp_path):
     some = drawn("wide", SINGLE)
     layer, file = Layer(some), tmp_path / "layer.onnx"
     export(layer, maps(some), file, True, opset)
@@ -120,7 +120,7 @@ def test_reference_is_exported_as_operations(dynamo, tmp_path):
 
 
 @pytest.mark.parametrize("dynamo", EXPORTERS)
-def test_sequences(dynamo, tmp_path):
+def test_deform_conv1d_becomes_the_node(dynamo, tmp_path):
     class Sequence(nn.Module):
         def forward(self, input: Tensor, offset: Tensor, weight: Tensor) -> Tensor:
             return ops.deform_conv1d(input, offset, weight, padding=1)

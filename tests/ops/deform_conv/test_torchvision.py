@@ -93,7 +93,7 @@ def test_both_orders_of_gradients(serving):
     assert torch.autograd.gradgradcheck(function, leaves, fast_mode=True, nondet_tol=1e-10)
 
 
-def test_functorch(serving):
+def test_vmap_and_grad_equal_the_reference(serving):
     some = drawn("wide", device=DEVICE)
     call, x = lambda input: some.call(**{**some.tensors, "input": input}), some.tensors["input"]
     with torch.no_grad(), backend("reference"):
@@ -105,7 +105,7 @@ def test_functorch(serving):
         assert relative_error(gradient, torch.autograd.grad(call(leaf).square().sum(), leaf)[0]) < 1e-12
 
 
-def test_one_dimension_and_no_images(serving):
+def test_deform_conv1d_and_an_empty_batch_are_served(serving):
     x, offset, weight = torch.randn(2, 4, 9), torch.randn(2, 3, 9), torch.randn(6, 4, 3)
     args = [t.to(DEVICE) for t in (x, offset, weight)]
     output = deform_conv1d(*args, padding=1)
@@ -117,11 +117,7 @@ def test_one_dimension_and_no_images(serving):
 # --- what serves --------------------------------------------------------------------------------------------------
 
 
-def test_the_order_of_the_table():
-    assert [row.name for row in CONVOLVE.table] == ["cpu", "cuda", "torchvision", "eager"]
-
-
-def test_refusals(monkeypatch):
+def test_calls_that_torchvision_does_not_serve_are_refused_in_words(monkeypatch):
     terms = Terms(**drawn("wide").tensors)
     assert by_torchvision.cannot(terms, None) is None
     assert by_torchvision.prefers_not(terms, None) == "it serves GPUs, and the tensors are on cpu"

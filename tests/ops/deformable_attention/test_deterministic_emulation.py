@@ -112,7 +112,7 @@ def test_numbers_that_are_not_finite_come_out(emulated, d, spoilt):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_the_largest_sum(emulated, sign):
+def test_the_largest_sum_does_not_overflow(emulated, sign):
     """Every sample reads one pixel, with factors just below a power of two, of which there are as many as fit."""
     terms, options, grad_output = exact_problem(queries=255, shapes=((1, 1),), K=1, d=4, heads=1)
     terms = terms._replace(locations=torch.full_like(terms.locations, 0.5), weights=terms.weights * 0 + 1 - 2.0**-10)
@@ -122,7 +122,7 @@ def test_the_largest_sum(emulated, sign):
 
 
 @pytest.mark.parametrize("filled", [0.0, 1.0])
-def test_nothing_to_add(emulated, filled):
+def test_zero_factors_give_zero_gradients(emulated, filled):
     """Zeros have no exponent."""
     terms, options, grad_output = exact_problem()
     terms = terms._replace(weights=torch.full_like(terms.weights, filled))

@@ -118,7 +118,7 @@ def test_any_number_that_is_not_finite(backend, dtype, d, bad, where):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "far away"])
-def test_halves(dtype, place):
+def test_halves_propagate_nan_as_grid_sample(dtype, place):
     """As in float32: in halves, the value's gradient of ``grid_sample`` is NaN in the first row or column as well."""
     some, grad_output = small()
     leaves = {n: t.to(dtype).requires_grad_() for n, t in spoilt(some, PLACES[place]).tensors.items()}
@@ -151,7 +151,7 @@ def test_graphs_keep_the_policy(way):
 
 
 @pytest.mark.parametrize("policy", ["omit", None, True])
-def test_other_policies(policy):
+def test_unknown_policies_raise(policy):
     some, _ = small()
     with pytest.raises(ValueError, match=f"^nan_policy must be one of zero, propagate, got {policy!r}"):
         some.call(**some.tensors, nan_policy=policy)

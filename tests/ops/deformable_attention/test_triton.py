@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 
 from attn_plugins.ops.deformable_attention import triton as triton_deformable
-from attn_plugins.ops.deformable_attention.deformable_attention import ATTEND
 from attn_plugins.ops.deformable_attention.operands import Options, Terms
 from tests.helpers.operator_checks import deterministic_mode
 from tests.helpers.triton_checks import DEVICE, needs_triton
@@ -32,7 +31,7 @@ def drawn(**extents) -> Example:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_definition(case):
+def test_equals_the_reference(case):
     check(drawn(**CASES[case]), "triton", SINGLE)
 
 
@@ -52,8 +51,7 @@ def test_points_that_differ_by_level():
 # --- what serves --------------------------------------------------------------------------------------------------
 
 
-def test_refusals():
-    assert [row.name for row in ATTEND.table] == ["cpu", "cuda", "triton", "eager"]
+def test_calls_that_triton_cannot_compute_are_refused_in_words():
     terms, options = Terms(*drawn(d=4).tensors.values()), Options([3, 4, 1, 2], [2, 2])
     cannot = triton_deformable.BACKEND.cannot
     assert cannot(terms, options) is None

@@ -96,7 +96,7 @@ def test_chunks_cover_every_query_once():
         assert first == 1 or first * M * keys <= budget
 
 
-def test_masked_without_content():
+def test_fully_masked_queries_without_content_return_zeros():
     """Fully masked queries return zeros in the closed forms as well."""
     row = torch.zeros(1, 1, 3, 1, 2)
     row[:, :, 1] = -math.inf

@@ -43,7 +43,7 @@ def test_content_alone_is_scaled_by_the_kernel(scale):
 
 
 @pytest.mark.parametrize("terms", COMBINATIONS[1:])
-def test_folding(terms, folded):
+def test_folded_terms_equal_the_reference(terms, folded):
     """Fold all terms into one dot product, which runs on CUDA, here through the CPU's fused attention."""
     for lone, dtype in itertools.product((FULL, BROADCAST), (DOUBLE, SINGLE, HALF)):
         check(drawn(terms, dtype, lone=lone), "sdpa", dtype, times=4)
@@ -141,7 +141,7 @@ def test_content_alone_on_cuda(d, dv, dtype):
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("keys", [(5, 7), (200, 90)])  # the second is too wide to fold
 @pytest.mark.parametrize("dtype", [SINGLE, HALF, BRAIN])
-def test_cuda(dtype, keys, deterministic):
+def test_every_dtype_equals_the_reference_on_cuda(dtype, keys, deterministic):
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
     try:
         for lone in (FULL, BROADCAST):

@@ -48,7 +48,7 @@ def small_tiles(monkeypatch):
                        marks=pytest.mark.slow) for n, terms in enumerate(TERMS[1:8:2])),
     ],
 )  # fmt: skip
-def test_terms(terms, lone, causal, start, segments, small_tiles):
+def test_any_terms_equal_the_reference(terms, lone, causal, start, segments, small_tiles):
     mask = None if segments else padding(2, 37)
     options = dict(causal=causal, start=start)
     check(drawn(terms, T=19, lone=lone, mask=mask, ids=identifiers(segments, 37), options=options), "triton", SINGLE)
@@ -66,7 +66,7 @@ def test_dtypes_and_real_tiles(dtype):
     [(1, 1, 1, 1, 1, 0, False), (1, 50, 7, 16, 20, 49, True), (40, 17, 101, 3, 64, 2, False),
      (5, 40, 3, 4, 4, 200, True), (33, 33, 5, 70, 128, 0, False)],
 )  # fmt: skip
-def test_sizes(T, S, K, d, dv, start, causal):
+def test_any_length_equals_the_reference(T, S, K, d, dv, start, causal):
     some = drawn(B=1, T=T, S=S, K=K, d=d, dv=dv, options=dict(start=start, causal=causal))
     check(some, "triton", SINGLE, times=5 if T == 1 else 1)  # a single query's gradients are sums that are nearly 0
 

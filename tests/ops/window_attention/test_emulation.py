@@ -224,7 +224,7 @@ def test_queries_beyond_the_map(name, backend, device, dtype):
     assert not actual["output"][:, :, 6:].any()
 
 
-def test_what_the_kernels_serve(emulated_windows):
+def test_unsuitable_values_are_refused_in_words(emulated_windows):
     options = Options((3, 3), (1, 1), (1, 1), (1, 1), "exclude", 0.3)
     wide, logits = torch.zeros(1, 1, 1, 2, 513), torch.zeros(1, 1, 1, 2, 9)
     for value, words in ((wide.double(), "float64"), (wide, "heads of up to 512 channels"), (logits, "on cpu")):

@@ -186,7 +186,7 @@ def test_weights_on_the_map_are_the_windows():
     ],
     ids=str,
 )
-def test_arguments(change, words):
+def test_unsuitable_arguments_raise(change, words):
     x = torch.zeros(1, 1, 5, 9, 3)
     given = dict(query=x, key=x, value=x, position_logits=None, kernel_size=3, border="inside") | change
     with pytest.raises(ValueError, match=words):
