@@ -23,7 +23,7 @@ FIRST = "transformers/sampling.py"  # what it imports is copied
 NAMESPACE = "name of this build"
 CHANGED = {  # the copies know no binary, and their operators have a name of their own
     "ops/deformable_attention/deformable_attention.py": {
-        "from . import cpu, cuda, eager, onnx_node,": "from . import eager, onnx_node,",
+        "from . import cpu, cuda, eager, onnx,": "from . import eager, onnx,",
         "table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND]": "table=[triton.BACKEND, eager.BACKEND]",
     },
     "core/operator.py": {'NAMESPACE = "attn_plugins"\n': f'NAMESPACE = "{NAMESPACE}"\n'},

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.arguments import check_dim, check_tensors, expand
 from ...core.operator import Operator
 from ...core.strides import memory_format
-from . import cpu, cuda, eager, onnx_node, torchvision_kernels
+from . import cpu, cuda, eager, onnx, torchvision_kernels
 from .operands import Options, Terms
 
 
@@ -200,5 +200,5 @@ CONVOLVE = Operator(
     operations=_operations,
     backward_operations=_backward_operations,
     shared=("weight", "bias"),
-    onnx=onnx_node.node,
+    onnx=onnx.node,
 )

@@ -24,7 +24,7 @@ from ...core.arguments import (
 )
 from ...core.gradients import is_compiling
 from ...core.operator import Operator
-from . import cpu, cuda, eager, onnx_node, reference, triton
+from . import cpu, cuda, eager, onnx, reference, triton
 from .operands import Options, Terms
 
 NanPolicy = Literal["zero", "propagate"]
@@ -240,6 +240,6 @@ ATTEND = Operator(
     table=[cpu.BACKEND, cuda.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=_operations,
     backward_operations=_backward_operations,
-    onnx=onnx_node.node,
+    onnx=onnx.node,
     cast=("value",),
 )
