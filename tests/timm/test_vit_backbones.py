@@ -134,6 +134,22 @@ def test_compiled_and_exported(kind, name):
                 torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_small_patch16_dinov3"])
+@pytest.mark.slow
+def test_onnx_runtime_gives_the_same(name, tmp_path):
+    """From the exporter that is based on torch.export, for pictures of the transformer's own size."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    size = (56, 84) if "14" in name else (64, 96)
+    model, x = adapter(transformer(name, img_size=size, depth=2)).eval(), torch.randn(2, 3, *size)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    with torch.no_grad():
+        expected = model(x)
+    for output, wanted in zip(session.run(None, {session.get_inputs()[0].name: x.numpy()}), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(output), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_pyramid_starts_from_timms_last_map():
     model, x = ViTPyramid(transformer("vit_small_patch16_dinov3"), 6).eval(), torch.randn(1, 3, 64, 96)
     model.scales[2] = nn.Identity()
