@@ -134,14 +134,20 @@ def test_compiled_and_exported(kind, name):
                 torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["vit_small_patch14_dinov2", "vit_small_patch16_dinov3"])
+@pytest.mark.parametrize(
+    ("name", "img_size", "size"),
+    [
+        ("vit_small_patch14_dinov2", (56, 84), (56, 84)),
+        ("vit_small_patch16_dinov3", (64, 96), (64, 96)),
+        ("vit_tiny_patch16_224", 224, (64, 96)),  # positions are resampled
+    ],
+)
 @pytest.mark.slow
-def test_onnx_runtime_gives_the_same(name, tmp_path):
-    """From the exporter that is based on torch.export, for pictures of the transformer's own size."""
+def test_onnx_runtime_gives_the_same(name, img_size, size, tmp_path):
+    """By the exporter that is based on torch.export."""
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    size = (56, 84) if "14" in name else (64, 96)
-    model, x = adapter(transformer(name, img_size=size, depth=2)).eval(), torch.randn(2, 3, *size)
+    model, x = adapter(transformer(name, img_size=img_size, depth=2)).eval(), torch.randn(2, 3, *size)
     torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
     session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     with torch.no_grad():
