@@ -131,6 +131,8 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
     """
     timm = import_timm("a ViT backbone is")
     given = dict(options or {})
+    if not _is_sam(timm, name):  # SAM's encoder takes pictures of any size as it is
+        given["dynamic_img_size"] = True
     if isinstance(pretrained, str):
         if not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained must be True, False or the path of a file, got {pretrained!r}")
@@ -138,10 +140,7 @@ def create_vit(name: str, pretrained: bool | str = False, options: dict[str, Any
         classes = {"num_classes": given["num_classes"]} if "num_classes" in given else {}
         given["pretrained_cfg_overlay"] = dict(file=pretrained, **classes)
     try:
-        if _is_sam(timm, name):  # takes pictures of any size as it is
-            model = timm.create_model(name, pretrained=bool(pretrained), **given)
-        else:
-            model = timm.create_model(name, pretrained=bool(pretrained), **{**given, "dynamic_img_size": True})
+        model = timm.create_model(name, pretrained=bool(pretrained), **given)
     except Exception as error:
         if "dynamic_img_size" in str(error):
             raise TypeError(

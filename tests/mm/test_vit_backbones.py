@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from multiprocessing import get_context
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -14,7 +18,8 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import load_checkpoint
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import attn_plugins.mmcv
 from attn_plugins import accelerate, restore
@@ -54,6 +59,44 @@ def test_what_is_frozen(kind, frozen):
         assert model.training == mode
     sum(f.square().mean() for f in model.train()(torch.randn(2, 3, 64, 64))).backward()
     assert {name for name, p in model.vit.named_parameters() if p.grad is not None} == wanted
+
+
+def gradients(rank: int, world_size: int, store: str) -> list[dict[str, np.ndarray]]:
+    """Train on this process's part of a batch by DistributedDataParallel, which refuses unused parameters.
+
+    Returns the gradients of the second step by parameter, for ``freeze_vit`` False, True and 1.
+    """
+    distributed.init_process_group("gloo", f"file://{store}", timedelta(minutes=10), world_size, rank)
+    x = torch.randn(4, 3, 64, 96, generator=torch.Generator().manual_seed(1)).chunk(world_size)[rank]
+    found = []
+    try:
+        for frozen in (False, True, 1):
+            norms = dict(type="GN", num_groups=4)  # statistics of a batch would be those of its part
+            model = DistributedDataParallel(backbone(freeze_vit=frozen, init_values=0.1, norm_cfg=norms))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):  # DistributedDataParallel finds unused parameters in the step after
+                optimizer.zero_grad()
+                sum(f.exp().mean() for f in model(x)).backward()
+                optimizer.step()
+            own = model.module.named_parameters()
+            found.append({name: p.grad.numpy().copy() for name, p in own if p.requires_grad})
+    finally:
+        distributed.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(tmp_path):
+    expected = gradients(0, 1, f"{tmp_path}/one")
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        other = pool.submit(gradients, 1, 2, f"{tmp_path}/two")
+        own = gradients(0, 2, f"{tmp_path}/two")
+    for one, two, joined in zip(own, other.result(), expected, strict=True):
+        assert one.keys() == two.keys() == joined.keys()
+        for name, wanted in joined.items():
+            assert np.array_equal(one[name], two[name])
+            np.testing.assert_allclose(one[name], wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max(), err_msg=name)
+            assert np.any(wanted)
 
 
 def test_the_names_are_seen_from_mmdet_and_the_norm_is_that_of_norm_cfg():

@@ -134,6 +134,28 @@ def test_compiled_and_exported(kind, name):
                 torch.testing.assert_close(output, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "img_size", "size"),
+    [
+        ("vit_small_patch14_dinov2", (56, 84), (56, 84)),
+        ("vit_small_patch16_dinov3", (64, 96), (64, 96)),
+        ("vit_tiny_patch16_224", 224, (64, 96)),  # positions are resampled
+    ],
+)
+@pytest.mark.slow
+def test_onnx_runtime_gives_the_same(name, img_size, size, tmp_path):
+    """By the exporter that is based on torch.export."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, x = adapter(transformer(name, img_size=img_size, depth=2)).eval(), torch.randn(2, 3, *size)
+    torch.onnx.export(model, (x,), tmp_path / "model.onnx", dynamo=True, verbose=False)
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    with torch.no_grad():
+        expected = model(x)
+    for output, wanted in zip(session.run(None, {session.get_inputs()[0].name: x.numpy()}), expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(output), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_the_pyramid_starts_from_timms_last_map():
     model, x = ViTPyramid(transformer("vit_small_patch16_dinov3"), 6).eval(), torch.randn(1, 3, 64, 96)
     model.scales[2] = nn.Identity()
