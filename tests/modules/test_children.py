@@ -96,7 +96,7 @@ def test_hooks_and_offloading(name):
         module.get_submodule(child).register_forward_hook(
             lambda *_, child=child: calls.update({child: calls[child] + 1})
         )
-    torch.testing.assert_close(called(module, name), expected)
+    torch.testing.assert_close(called(module, name), expected, rtol=1e-4, atol=1e-4)
     assert all(calls.values())
     assert set(calls.values()) <= {1} or not name.split(",")[0].endswith("2d"), calls
     if any(isinstance(part, TinyViT) for part in module.modules()):
@@ -138,4 +138,4 @@ def test_sharded_projections(name, mesh):
     expected = called(module, name)
     for _, _, child in list(projections(module)):
         torch.distributed.fsdp.fully_shard(child, mesh=mesh)
-    torch.testing.assert_close(called(module, name), expected)
+    torch.testing.assert_close(called(module, name), expected, rtol=1e-4, atol=1e-4)
