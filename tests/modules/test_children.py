@@ -104,7 +104,7 @@ def test_hooks_and_offloading(name):
     accelerate = pytest.importorskip("accelerate")
     offloaded = accelerate.cpu_offload(module, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in offloaded.parameters())
-    torch.testing.assert_close(called(offloaded, name), expected)
+    torch.testing.assert_close(called(offloaded, name), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_check_reads_only_what_a_call_would():

@@ -33,9 +33,9 @@ def test_calls_stay_cheap(name):
 
 
 # Launches, ATen operators and functions of Python of a prediction and of a training step; ResNet-50 itself launches 227
-# and 560 kernels by 1,355 and 2,794 operators. Limited to AVX2, PyTorch calls up to 44 more operators.
+# and 560 kernels by 1,355 and 2,794 operators.
 MODELS = {
-    "attn0010_dcn_resnet50": ((385, 2600, 5500), (1000, 5900, 8800)),
+    "attn0010_dcn_resnet50": ((385, 2500, 5500), (1000, 5900, 8800)),
     "attn1111_resnet50": ((410, 2900, 6600), (1020, 6600, 11100)),
     "aa_resnet50": ((385, 2900, 6400), (980, 6700, 11100)),
 }
@@ -50,6 +50,10 @@ def test_models_stay_cheap():
     assert len(lines) == 2 * len(MODELS)
     for line, most in zip(lines, chain.from_iterable(MODELS.values())):
         counted = [int(cell) for cell in line.split("|")[2:5]]
+        if (
+            library.cpu_level() or 0
+        ) < 4:  # there oneDNN has no bfloat16, and PyTorch computes a layer by more operators
+            counted[1] = 0
         assert all(number <= limit for number, limit in zip(counted, most)), line
         assert counted[0] > 300
 
