@@ -50,9 +50,7 @@ def test_models_stay_cheap():
     assert len(lines) == 2 * len(MODELS)
     for line, most in zip(lines, chain.from_iterable(MODELS.values())):
         counted = [int(cell) for cell in line.split("|")[2:5]]
-        if (
-            library.cpu_level() or 0
-        ) < 4:  # there oneDNN has no bfloat16, and PyTorch computes a layer by more operators
+        if (library.cpu_level() or 0) < 4:  # oneDNN has no bfloat16 there, and PyTorch calls more operators instead
             counted[1] = 0
         assert all(number <= limit for number, limit in zip(counted, most)), line
         assert counted[0] > 300
