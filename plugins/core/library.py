@@ -7,6 +7,8 @@ runs on the device, :func:`.backends.choose` also logs the reason and the backen
 from __future__ import annotations
 
 import ctypes
+import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,16 @@ from .backends import Failure
 
 OLDEST_TORCH = Version("2.10")  # the stable ABI that the binaries were compiled for
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def override(namespace: str, kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+    """Replace CPU kernels of another library's operators, by name, as long as the result is kept."""
+    library = torch.library.Library(namespace, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU")
+    return library
 
 
 def _binary(name: str) -> Path | None:

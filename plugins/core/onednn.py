@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
-import warnings
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from .library import override
 
 SWITCH = "ATTN_PLUGINS_ONEDNN"
 WORK = 4_000_000  # multiplications from which oneDNN is faster; below, its preparation of a call costs more
@@ -44,12 +45,7 @@ def use_onednn(enabled: bool = True) -> bool:
             _overrides._destroy()
             _overrides = None
         elif enabled and _overrides is None and os.environ.get(SWITCH, "1") != "0" and is_faster():
-            library = torch.library.Library("aten", "IMPL")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-                library.impl("mm", _mm, "CPU")
-                library.impl("addmm", _addmm, "CPU")
-            _overrides = library
+            _overrides = override("aten", {"mm": _mm, "addmm": _addmm})
         return _overrides is not None
 
 

@@ -13,7 +13,6 @@ other devices torchvision's kernels stay. :func:`restore` takes the replacement 
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,12 +39,8 @@ def replace() -> bool:
     global _kernels
     with _lock:
         if _kernels is None and library.failures()["cpu"] is None:
-            kernels = torch.library.Library("torchvision", "IMPL")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-                kernels.impl("deform_conv2d", _forward, "CPU")
-                kernels.impl("_deform_conv2d_backward", _backward, "CPU")
-            _kernels = kernels
+            kernels = {"deform_conv2d": _forward, "_deform_conv2d_backward": _backward}
+            _kernels = library.override("torchvision", kernels)
         return _kernels is not None
 
 

@@ -138,4 +138,4 @@ def test_sharded_projections(name, mesh):
     expected = called(module, name)
     for _, _, child in list(projections(module)):
         torch.distributed.fsdp.fully_shard(child, mesh=mesh)
-    torch.testing.assert_close(called(module, name), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(called(module, name), expected)
