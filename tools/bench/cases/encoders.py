@@ -1,7 +1,7 @@
 """Image encoders beside themselves with ``accelerate``, and torchvision's deformable function with its drop-in.
 
-SAM's and Swin's encoders of transformers and torchvision, from configs with random weights. The loss is the mean square
-of the outputs.
+SAM's and Swin's encoders of transformers and torchvision, from configs with random weights. The loss is a mean of the
+outputs with random weights: the mean square of a layer norm's output is constant.
 """
 
 from __future__ import annotations
@@ -64,12 +64,15 @@ class DeformableASPP(nn.Module):
 
 
 SWIN_TINY = dict(embed_dim=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], window_size=7)
-VIT_LARGE = dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, mlp_dim=4096)
+SAM = dict(initializer_range=0.02)  # by default 1e-10, whose gradients are denormal numbers and take 20 times as long
+VIT_LARGE = dict(SAM, hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, mlp_dim=4096)
 # Cellpose's encoder attends globally in all blocks, to 32×32 patches of 8 pixels.
 CELLPOSE = dict(VIT_LARGE, image_size=256, patch_size=8, window_size=0, global_attn_indexes=list(range(24)))
 FUNCTION = "ASPP by torchvision's function"
 ENCODERS = {
-    "SAM ViT-B of transformers": Encoder(partial(of_transformers, "SamVision", "SamVisionModel"), (1, 3, 1024, 1024)),
+    "SAM ViT-B of transformers": Encoder(
+        partial(of_transformers, "SamVision", "SamVisionModel", **SAM), (1, 3, 1024, 1024)
+    ),
     "SAM ViT-L as in Cellpose": Encoder(
         partial(of_transformers, "SamVision", "SamVisionModel", **CELLPOSE), (1, 3, 256, 256)
     ),
@@ -96,7 +99,9 @@ def steps(model: nn.Module, x: Tensor, ours: bool, title: str) -> Steps:
     def loss() -> Tensor:
         outputs = model(x)
         found = [outputs] if isinstance(outputs, Tensor) else tensors(dict(outputs))
-        return torch.stack([t.float().square().mean() for t in found if t.requires_grad]).sum()
+        weights = torch.Generator(x.device).manual_seed(0)
+        drawn = (torch.randn(t.shape, generator=weights, device=x.device) * t.float() for t in found if t.requires_grad)
+        return torch.stack([t.mean() for t in drawn]).sum()
 
     made = Steps(choosing(model, ours), torch.optim.AdamW(model.parameters(), LEARNING_RATE), loss, lambda: model(x))
     return replace(made, layers=by_drop_in) if ours and title == FUNCTION else made
