@@ -39,8 +39,9 @@ def replace() -> bool:
     global _kernels
     with _lock:
         if _kernels is None and library.failures()["cpu"] is None:
-            kernels = {"deform_conv2d": _forward, "_deform_conv2d_backward": _backward}
-            _kernels = library.override("torchvision", kernels)
+            _kernels = library.override(
+                "torchvision", {"deform_conv2d": _forward, "_deform_conv2d_backward": _backward}
+            )
         return _kernels is not None
 
 
