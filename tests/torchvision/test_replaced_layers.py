@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from attn_plugins.torchvision import accelerate
@@ -21,5 +22,7 @@ def inputs() -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_each_cell_of_the_table_is_what_happens(column):
+    if column == "OpenVINO" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        pytest.skip("limited to SSE4.1, OpenVINO computes other deformable convolutions, from stock models too")
     layer = Layer(lambda: drawn(Model()), ours, inputs, "attn_plugins.deform_conv2d")
     assert verdict(layer, COLUMNS[column]) == printed("`accelerate`, torchvision's `DeformConv2d`")[column]

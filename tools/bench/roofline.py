@@ -73,8 +73,11 @@ def ceilings(device: str) -> dict[str, float]:
     for name, kind in KINDS.items():
         if not kind.autocast and (device == "cuda" or name in ON_CPU_TIMED):
             torch.backends.cuda.matmul.allow_tf32 = kind.tf32
-            a, b = (torch.randn(side, side, device=device, dtype=kind.dtype) for _ in range(2))
-            rates[name] = 2 * side**3 / fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+            # Without instructions for bfloat16 a product of the full size takes minutes.
+            slow = device == "cpu" and name == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            n = 256 if slow else side
+            a, b = (torch.randn(n, n, device=device, dtype=kind.dtype) for _ in range(2))
+            rates[name] = 2 * n**3 / fastest(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
     torch.backends.cuda.matmul.allow_tf32 = before
     use_onednn(False)
     if onednn:
