@@ -57,6 +57,14 @@ def browser() -> Iterator[Browser]:
         yield Browser(chromium.new_page(viewport=dict(width=1000, height=900)))
 
 
+@pytest.fixture
+def quick_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the speeds that the CPU reaches on small tensors."""
+    from tools.bench import roofline
+
+    monkeypatch.setitem(roofline.SIZES, "cpu", (64, 2**16))
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Use one thread: sums differ by rounding with the number of threads."""

@@ -210,7 +210,7 @@ def test_every_operator_and_module_has_a_row():
 
 
 @pytest.fixture
-def in_process(monkeypatch):
+def in_process(monkeypatch, quick_ceilings):
     """Measure in this process, and one call a sample."""
     monkeypatch.setattr(worker, "start", lambda job: (worker.work(job) or 0, ""))
     monkeypatch.setattr(worker.faulthandler, "dump_traceback_later", lambda *_, **__: None)  # writes to no capture
@@ -218,7 +218,7 @@ def in_process(monkeypatch):
 
 
 def test_one_benchmark_from_command_to_page(bench, in_process, tmp_path, capsys):
-    """With our other backends."""
+    """With our other backends and the roofline."""
     assert bench("calls", "--out", tmp_path, "--name", "small", "-k", "(window|criss).*forward", "--details") == 0
     data = results.read(tmp_path / "small.json")
     command = (
@@ -229,7 +229,7 @@ def test_one_benchmark_from_command_to_page(bench, in_process, tmp_path, capsys)
     assert set(data["load"]) == {"before", "after"}
     page = (tmp_path / "small.md").read_text()
     assert page == report.page(data)
-    assert all(words in page for words in (f"`{command}`", "served by", "our other backends"))
+    assert all(words in page for words in (f"`{command}`", "Ceilings, measured here: bfloat16", "% |"))
     assert "cannot run" not in page
     assert sorted(file.name for file in tmp_path.iterdir()) == ["small.json", "small.md"]
     assert [row["case"].split(",")[0] for row in data["rows"]] == ["window_attention", "criss_cross_attention"]
@@ -238,6 +238,8 @@ def test_one_benchmark_from_command_to_page(bench, in_process, tmp_path, capsys)
         ((operator, (served,)),) = row["served_by"].items()
         assert {*row["backends"], *row["refusals"]} == set(backends_of(operator)) - {served}
         assert all(difference < 1e-5 for difference in row["differences"].values())
+        assert row["work"]["moved"] > 4 * 3 * 2 * 16 * 8
+        assert 0 < row["share"] < 1
 
 
 def test_a_part_of_the_rows_writes_nothing(bench, tmp_path, monkeypatch, capsys):

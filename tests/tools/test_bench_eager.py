@@ -63,7 +63,7 @@ def test_medians_are_compared():
     assert report.cell(row["ours"]) == "1000 / 1500 · 2000 · 2050 (0.0), host 1500, graph 500"
 
 
-def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch):
+def test_a_part_leaves_its_rows_to_the_next_call(tmp_path, monkeypatch, quick_ceilings):
     rows = [Case(f"{part}{n}", lambda: lambda: None, part=part) for part in "ab" for n in (0, 1)]
     monkeypatch.setattr(worker, "cases", lambda name, device: rows)
     job = worker.Job(["eager"], "cpu", str(tmp_path / "r.jsonl"), part_seconds=0, settings=dict(seconds=0, rounds=1))

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--wait", type=float, default=60, help="seconds to wait for other processes to end")
     parser.add_argument("-k", metavar="REGEX", default="", help="only matching rows (written with --name alone)")
     parser.add_argument("--all", action="store_true", help="on CUDA: every size and dtype, not the main rows")
-    parser.add_argument("--details", action="store_true", help="our other backends (always on CUDA)")
+    parser.add_argument("--details", action="store_true", help="our other backends and the roofline (always on CUDA)")
     parser.add_argument("--name", help="one file of this name for all benchmarks")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT/NAME.jsonl has")
@@ -149,6 +149,7 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
             "command": results.command_line(build_parser(), options),
             "machine": machine((*report.PACKAGES, *ON_CUDA * gpu), options.threads, gpu),
             "load": {"before": before, "after": load.sample()},
+            **{key: line[key] for line in lines for key in ("ceilings",) if key in line},
             "rows": rows,
         }
         text = report.page(data)

@@ -14,6 +14,7 @@ from attn_plugins import ops
 from attn_plugins.core import backends, plans
 from attn_plugins.core.operator import Operator
 
+from . import roofline
 from .case import OWN, Case, Run, tensors
 from .load import LOADED, Watch
 from .memory import peak_memory
@@ -29,6 +30,7 @@ def measure(
     settings: Settings,
     *,
     details: bool = False,
+    ceilings: Mapping[str, float] | None = None,
     crashed: Mapping[str, str] | None = None,
     begin: Callable[[str], None] = lambda name: None,
     timer: Callable[..., dict[str, list[float]]] = race,
@@ -41,7 +43,8 @@ def measure(
         case: The case to measure.
         device: ``cpu`` or ``cuda``.
         settings: Rounds and attempts.
-        details: Measure our other backends as well.
+        details: Measure our other backends and count operations and bytes as well.
+        ceilings: Speeds that the device reaches, for the share of the roofline.
         crashed: Contestants that ended an earlier process, with the reasons: they are left out.
         begin: Called with the name of each contestant before it runs.
         timer: Function that takes the times.
@@ -52,7 +55,7 @@ def measure(
     try:
         # By graph, gradients of CUDA tensors are computed in this thread; for eager calls in autograd's, as users do.
         with torch.autograd.set_multithreading_enabled(case.timing != "graph"):
-            return _measure(case, device, settings, details, crashed or {}, begin, timer)
+            return _measure(case, device, settings, details, ceilings, crashed or {}, begin, timer)
     finally:
         torch.set_num_threads(threads)
 
@@ -67,15 +70,18 @@ def _reset() -> None:
 
 
 def _measure(
-    case: Case, device: str, settings: Settings, details: bool, crashed: Any, begin: Any, timer: Any
+    case: Case, device: str, settings: Settings, details: bool, ceilings: Any, crashed: Any, begin: Any, timer: Any
 ) -> dict[str, Any]:
     if "ours" in crashed:
         raise RuntimeError(crashed["ours"])
     begin("ours")
     ours = case.ours()
-    facts: dict[str, Any] = {} if case.timing == "whole" else {"kind": case.kind}
+    facts: dict[str, Any] = {}
     prepared: dict[str, Callable[[], Run]] = {"ours": lambda: ours}
-    details = details and case.timing != "whole"
+    whole = case.timing == "whole"
+    details = details and not whole
+    if not whole:
+        facts = {"kind": case.kind, "work": roofline.work_of(ours)._asdict()}
     if details:
         facts |= {"served_by": served_by(ours), "refusals": {}, "differences": {}}
         expected = ours()
@@ -121,6 +127,8 @@ def _measure(
         is_noisy = row["noisy"]
     if details:
         facts["backends"] = {n.removeprefix(OWN): e for n, e in (results | errors).items() if n.startswith(OWN)}
+    if ceilings and not whole:
+        facts["share"] = roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
     row["loaded"] = device == "cpu" and (others or 0) > LOADED
     return row | {"threads": torch.get_num_threads(), **facts}
 

@@ -16,7 +16,8 @@ PACKAGES = (
 EXPLANATION = f"""Each cell: minimum / lower quartile · median · upper quartile of the time in {{unit}} (peak extra
 memory of torch's allocator in MiB). Ours and its peers take turns, call by call, in one process. Ratio: the better
 peer's minimum over ours. Memory: ours over that peer's. Noisy: ours or the better peer varies more than {NOISY}-fold
-between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile."""
+between quartiles, after the attempts shown; loaded: other processes used more than {LOADED} CPUs meanwhile. Share: the
+least time of the device for the operations or bytes, over our time; for causal attention, masked pairs included."""
 ON_CUDA = """ Runs under
 50 ms are replayed from a CUDA graph, with caches flushed before each."""
 EAGER = f"""Each cell: minimum / lower quartile · median · upper quartile of the time of an eager call in {{unit}} (peak
@@ -36,8 +37,9 @@ def line(row: Mapping[str, Any]) -> str:
     """Return the line that the command prints when a row ends."""
     if "error" in row:
         return f"{row['case']:60s} not measured: {row['error']}"
+    share = f", {100 * row['share']:.0f} % of the roofline" if row.get("share") else ""
     ratio = "" if row["ratio"] is None else f"{row['ratio']:6.2f}x over {row['better_peer']}"
-    text = f"{row['case']:60s} {milliseconds(row['ours'][row.get('by', 'min')]):>8s} ms {ratio}"
+    text = f"{row['case']:60s} {milliseconds(row['ours'][row.get('by', 'min')]):>8s} ms {ratio}{share}"
     return text + (f"  [{marks(row)}]" if marks(row) else "")
 
 
@@ -55,6 +57,9 @@ def page(data: Mapping[str, Any]) -> str:
         *([data["note"]] if "note" in data else []),
         "",
     ]
+    if data.get("ceilings"):
+        speeds = ", ".join(f"{kind} {rate / 1e12:.4g} T/s" for kind, rate in data["ceilings"].items())
+        lines += [f"Ceilings, measured here: {speeds} (bytes of a copy are those read and written).", ""]
     rows = [row for row in data["rows"] if "error" not in row]
     rooms = list(dict.fromkeys(row.get("room", "") for row in rows))
     for room in rooms:
@@ -86,6 +91,8 @@ def table(rows: Sequence[Mapping[str, Any]], explanation: str = EXPLANATION) -> 
     if peers:
         columns["ratio"] = lambda row: "" if row["ratio"] is None else f"{row['ratio']:.2f}× over {row['better_peer']}"
         columns["memory"] = _memory_ratio
+    if any("share" in row for row in rows):
+        columns["share"] = lambda row: f"{100 * row['share']:.0f} %" if row.get("share") else ""
     columns |= {"others, CPUs": lambda row: words(row["load"]["others"]).removesuffix(" CPUs"), "marks": marks}
     lines = markdown(columns, [[of(row) for of in columns.values()] for row in rows])
     return [explanation.format(unit=unit), "", *lines]

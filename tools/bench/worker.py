@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from . import report
+from . import report, roofline
 from .case import Case
 from .cases import cases
 from .measure import UNUSABLE, fatal, first_line, measure
@@ -118,6 +118,7 @@ def work(job: Job) -> None:
 
     lines = read(record)
     done, crashed = {line["done"] for line in lines if "done" in line}, crashes(lines)
+    rates = next((line["ceilings"] for line in lines if "ceilings" in line), None)
     settings = Settings(**job.settings)
     spent: Counter[str] = Counter()
     over = False
@@ -132,12 +133,15 @@ def work(job: Job) -> None:
         if spent[part] > job.part_seconds:
             over = True
             continue
+        if rates is None and job.share is None:
+            rates = roofline.ceilings(job.device)
+            write(ceilings=rates)
         begun = time.perf_counter()
         write(start=key)
         faulthandler.dump_traceback_later(job.row_seconds, exit=True)
         try:
             try:
-                rows = _rows(case, job, settings, crashed.get(key, {}), lambda at: write(at=at))
+                rows = _rows(case, job, settings, rates, crashed.get(key, {}), lambda at: write(at=at))
                 if job.device == "cuda":
                     torch.cuda.synchronize()
             except Exception as error:
@@ -156,13 +160,13 @@ def work(job: Job) -> None:
         write(over=True)
 
 
-def _rows(case: Case, job: Job, settings: Settings, crashed: Any, begin: Any) -> list[dict[str, Any]]:
+def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, begin: Any) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     if job.share is not None:
         for prepare in (case.ours, *case.peers.values()):
             prepare()()
         return []
-    return [measure(case, job.device, settings, details=job.details, crashed=crashed, begin=begin)]
+    return [measure(case, job.device, settings, details=job.details, ceilings=rates, crashed=crashed, begin=begin)]
 
 
 def main() -> None:
