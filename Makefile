@@ -115,7 +115,7 @@ benchmark: env-peers  ## our operators beside their peers, to benchmarks/, READM
 	$(PY) -m tools.bench
 	$(PY) -m tools.bench table
 
-benchmark-end-to-end: env-peers  ## whole mmdet and mmsegmentation models, stock beside drop-in (30 minutes on 2 quiet cores)
+benchmark-end-to-end: env-peers  ## whole mmdet and mmsegmentation models, stock beside ours (30 minutes on 2 quiet cores)
 	$(PY) -m tools.bench end_to_end
 	$(PY) -m tools.bench table
 

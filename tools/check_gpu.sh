@@ -109,7 +109,7 @@ measure() { # NAME CHOSEN ARGUMENTS…: all rows, or those that CHOSEN names, in
 }
 
 eager() { # as users run them; an operator or a model takes 100 s, and its other rows wait for the next call
-    local names=(eager mm_models timm_models transformers_models)
+    local names=(eager end_to_end timm_models transformers_models)
     [[ -n ${EAGER:-} ]] && names=() # it names them
     TORCHINDUCTOR_COMPILE_THREADS=$JOBS measure gpu-eager "${EAGER:-}" "${names[@]}" --part-seconds 100 --row-seconds 100
 }

@@ -20,8 +20,8 @@ from attn_plugins.ops.deformable_attention import deformable_attention as deform
 from attn_plugins.ops.global_attention import global_attention
 from attn_plugins.ops.sequence_attention import sequence_attention
 from attn_plugins.ops.window_attention import window_attention as window
+from tests.helpers.idle_device import idle_device
 from tests.helpers.triton_compile import AMD, NVIDIA, compiled, compiled_for_amd, compiled_variants, launches, variants
-from tools.bench.idle_device import idle_device
 
 Call = Callable[[], tuple[Any, Any, Any]]
 HALF, SINGLE = torch.float16, torch.float32

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attn_plugins import mmcv_ext, modules, ops
-from tools.bench import cases, compiled_mmcv, load, memory, report, results, timing, worker
+from tools.bench import cases, compiled_mmcv, load, report, results, timing, worker
 from tools.bench.__main__ import main
 from tools.bench.case import Case, problem
 from tools.bench.cases import calls, deform_conv, end_to_end
@@ -35,7 +35,7 @@ def taking(*attempts):
     return lambda contestants, device, settings: left.pop(0)
 
 
-CASE = Case("c", nothing, dict(a=nothing, b=nothing), 1.5)
+CASE = Case("c", nothing, dict(a=nothing, b=nothing))
 
 
 @pytest.fixture
@@ -49,11 +49,11 @@ def bench(one_thread):
 def test_a_row_compares_best_with_best(monkeypatch):
     row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
     assert (row["better_peer"], row["ratio"], row["attempts"], row["noisy"]) == ("b", 2.0, 1, False)
-    assert (row["goal"], row["peers"]["a"]["min"]) == (1.5, 3.0)
+    assert row["peers"]["a"]["min"] == 3.0
     assert row["ours"] | dict(memory=0) == dict(summarize(STEADY["ours"]), memory=0)
     assert summarize([1.2, 1.0, 1.1]) == dict(min=1.0, q1=1.05, median=1.1, q3=1.15, times=[1.2, 1.0, 1.1])
     assert json.loads(results.dump({"rows": [row]}))["rows"] == [row]
-    monkeypatch.setattr(load.Watch, "read", lambda self: {"others": 0.8, "switches": 5})
+    monkeypatch.setattr(load.Watch, "read", lambda self: 0.8)
     row = measure(CASE, "cpu", Settings(), timer=taking(STEADY))
     assert "| 0.80 | loaded |" in "\n".join(report.table([row]))
 
@@ -77,8 +77,7 @@ def test_our_operators_are_not_measured_as_mmcvs(monkeypatch):
     assert row["peers"]["mmcv"] == {"error": "cannot run: mmcv is not compiled here: make env-peers"}
     assert row["ratio"] is None
     if importlib.util.find_spec("mmdet") and importlib.util.find_spec("mmseg"):
-        with pytest.raises(ImportError, match="mmcv is not compiled here: make env-peers"):
-            end_to_end.cases("cpu")
+        assert all("stock on our operators for mmcv's" in case.peers for case in end_to_end.cases("cpu"))
     monkeypatch.setattr(extension, "get_compiler_version", lambda: "GCC 12.2")
     assert compiled_mmcv.extension() is extension
 
@@ -148,32 +147,6 @@ def test_a_graph_keeps_the_tensors_that_it_reads(monkeypatch):
     assert replay().tolist() == [2, 2]
 
 
-def test_memory_beyond_the_results_is_compared_with_a_buffer():
-    def inputs(dtype):
-        return torch.randn(2, 1024, 1024, dtype=dtype), torch.randn(1024, 1024, dtype=dtype)
-
-    def wasteful(a, b):
-        return a @ b + torch.zeros(4, 1024, 1024).sum()
-
-    case, _ = problem("c", "cpu", inputs, lambda: torch.matmul, dict(w=lambda: wasteful), buffer="buffer")
-    row = measure(case, "cpu", Settings(seconds=0, min_rounds=1))
-    assert row["buffer"] == dict(name="buffer", size=9 * 2**23)
-    assert row["ours"]["results"] == row["peers"]["w"]["results"] == 2**23
-    assert report.working_memory(row["ours"]) < 2**20
-    assert report.working_memory(row["peers"]["w"]) >= 2**24
-    assert report.memory_table([row])[-1].startswith("| c, float32, forward | 72.0 | ")
-
-
-def test_memory_that_torch_does_not_see_counts_in_the_process():
-    def held():
-        return torch.zeros(len(bytearray(b"x") * 2**26) // 2**20)
-
-    peak, size = memory.resident_peak(held)
-    assert peak >= 0.9 * 2**26
-    assert size == 64 * 4
-    assert memory.peak_memory(held, "cpu") < 2**20
-
-
 def test_runs_compute_all_gradients_in_their_arithmetic():
     def inputs(dtype):
         return [torch.ones(2, 3, dtype=dtype), {"n": torch.ones(3, dtype=dtype)}, None, torch.tensor([1])]
@@ -196,14 +169,14 @@ def test_runs_compute_all_gradients_in_their_arithmetic():
 def test_load_of_others_leaves_out_our_own(tmp_path, monkeypatch):
     file = tmp_path / "stat"
     monkeypatch.setattr(load, "STAT", file)
-    assert load.Watch().read()["others"] is None
+    assert load.Watch().read() is None
     hertz = load.os.sysconf("SC_CLK_TCK")
     monkeypatch.setattr(load, "own_seconds", iter((1.0, 3.0)).__next__)
     monkeypatch.setattr(load.time, "perf_counter", iter((100.0, 102.0)).__next__)
     file.write_text("cpu  0 0 0 9999 9999 0 0 0 0 0\n")
     watch = load.Watch()
     file.write_text(f"cpu  {hertz} {hertz} 0 9999 9999 {hertz} 0 {hertz} 0 0\n")
-    assert watch.read()["others"] == 1.0  # (4 - 2) / 2
+    assert watch.read() == 1.0  # (4 - 2) / 2
 
 
 def test_others_that_end_are_waited_for():
@@ -218,7 +191,7 @@ def test_others_that_end_are_waited_for():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_rows_of_a_benchmark_have_different_names(device):
     """Rows of a GPU are listed without one."""
-    for name in (*cases.NAMES, "modules", "eager", *cases.MODELS):
+    for name in (*cases.NAMES, "modules", *(["eager"] if device == "cuda" else []), *cases.MODELS):
         rows = cases.cases(name, device)
         names = [case.name for case in rows]
         assert len(names) == len(set(names)) > 1
@@ -303,14 +276,14 @@ main()
 @pytest.mark.slow
 def test_a_crash_costs_one_contestant(bench, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(worker, "WORK", CRASHES)
-    assert bench("calls", "--out", tmp_path, "--row-seconds", 4) == 1
+    assert bench("calls", "--out", tmp_path, "--row-seconds", 20) == 1
     rows = {row["case"]: row for row in results.read(tmp_path / "calls-cpu.json")["rows"]}
     assert list(rows) == ["fine", "peer", "ours", "hangs", "raises", "last"]
     assert not {"error"} & {*rows["fine"], *rows["last"]}
     assert rows["peer"]["better_peer"] == "good"
     assert "its process ended with status 3" in rows["peer"]["peers"]["bad"]["error"]
     assert "its process ended with status -6" in rows["ours"]["error"]
-    assert rows["hangs"]["peers"]["slow"]["error"] == "cannot run: took more than 4 s"
+    assert rows["hangs"]["peers"]["slow"]["error"] == "cannot run: took more than 20 s"
     assert rows["raises"]["error"] == "ZeroDivisionError: division by zero"
     assert "## Not measured" in (tmp_path / "calls-cpu.md").read_text()
 
@@ -346,27 +319,3 @@ def test_bad_options_are_one_error(arguments, message, capsys):
     with pytest.raises(SystemExit):
         main(arguments)
     assert message in capsys.readouterr().err
-
-
-# --- whole models -------------------------------------------------------------------------------------------------
-
-needs_models = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("mmdet", "mmseg"))), reason="mmdet or mmsegmentation is not installed"
-)
-
-
-@needs_models
-@pytest.mark.peers
-@pytest.mark.slow
-def test_stock_and_drop_in_compute_the_same(bench, tmp_path):
-    options = ["end_to_end", "--name", "models", "--out", tmp_path, "-k", "0010|CCNet", "--rounds", 1]
-    assert main([*map(str, options), *QUICK[:4], "--min-rounds", "1", "--wait", "0", "--size", "97", "129"]) == 0
-    rows = results.read(tmp_path / "models.json")["rows"]
-    assert [row["case"].rsplit(", ", 1)[1] for row in rows] == 2 * list(end_to_end.PASSES)
-    for row in rows:
-        ours, stock = row["ours"], row["peers"]["stock"]
-        assert ours["loss"] == pytest.approx(stock["loss"], rel=1e-3)
-        assert ours["min"] > ours["features"] > 0
-        assert ours["memory"] > 2**20
-        assert row["ratio"] == pytest.approx(stock["min"] / ours["min"])
-    assert "97x129, training step | 1 |" in (tmp_path / "models.md").read_text()

@@ -3,10 +3,9 @@
 python -m tools.bench                         # every operator (25 minutes on 2 cores), to benchmarks/
 python -m tools.bench deform_conv             # one of them
 python -m tools.bench deform_conv -k 1-D      # only rows whose names match a regular expression; nothing is written
-python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and drop-in (30 minutes)
+python -m tools.bench end_to_end              # whole mmdet and mmsegmentation models, stock and ours (30 minutes)
 python -m tools.bench --device cuda --name gpu --minutes 8 --resume   # on a GPU, in pieces: one file of all rows
-python -m tools.bench eager mm_models timm_models --device cuda --name gpu-eager --resume   # as users run them
-python -m tools.bench eager mm_models timm_models --name tiny --out build/tiny   # the same on a CPU, at tiny sizes
+python -m tools.bench eager end_to_end timm_models --device cuda --name gpu-eager --resume   # as users run them
 python -m tools.bench table                   # write README's and the site's tables, and pages, from the JSON files
 
 Run it on an idle machine: it waits until other processes end, and pages show their load. Every row is appended to
@@ -53,9 +52,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-k", metavar="REGEX", default="", help="only matching rows (written with --name alone)")
     parser.add_argument("--all", action="store_true", help="on CUDA: every size and dtype, not the main rows")
     parser.add_argument("--details", action="store_true", help="our other backends and the roofline (always on CUDA)")
-    parser.add_argument(
-        "--size", type=int, nargs=2, metavar=("H", "W"), help="pictures of end_to_end, for a quick look"
-    )
     parser.add_argument("--name", help="one file of this name for all benchmarks")
     parser.add_argument("--out", type=Path, default=results.FOLDER, help="folder of JSON files and pages")
     parser.add_argument("--resume", action="store_true", help="keep the rows that OUT/NAME.jsonl has")
@@ -90,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.seconds = SECONDS[options.device]
     options.details |= options.device == "cuda"
     try:
-        settings = Settings(options.seconds, options.rounds, options.min_rounds, options.attempts, options.size)
+        settings = Settings(options.seconds, options.rounds, options.min_rounds, options.attempts)
         re.compile(options.k)
     except (ValueError, re.error) as error:
         parser.error(str(error))
@@ -127,7 +123,7 @@ def measure(file: str, names: list[str], options: argparse.Namespace, job: Job) 
     before = load.wait_until_quiet(options.wait)
     if (before or 0) > load.LOADED:
         print(f"other processes use {load.words(before)}: these rows are not for publication")
-    written = options.name or not (options.k or options.size)
+    written = options.name or not options.k
     with tempfile.TemporaryDirectory() as scratch:
         record = Path(options.out if written else scratch) / f"{file}.jsonl"
         record.parent.mkdir(parents=True, exist_ok=True)

@@ -41,13 +41,6 @@ COMPILED = ("definition, compiled",)
 ON_CPU, ON_CUDA = ("float32",), ("bfloat16", "float32", "float16")
 
 
-class Buffer(NamedTuple):
-    """A buffer, its size in bytes, for comparison with memory."""
-
-    name: str
-    size: int
-
-
 class Peer(NamedTuple):
     """A peer that is not just called."""
 
@@ -68,8 +61,6 @@ class Case:
     name: str
     ours: Callable[[], Run]
     peers: dict[str, Callable[[], Run]] = field(default_factory=dict)  # "ours by …" are not compared with
-    goal: float | None = None  # ratio to the better peer
-    buffer: Buffer | None = None  # that the peers' method writes; working memory is published relative to it
     calls: int = 1  # in a timed sample, for calls too short for the clock; times are of one
     heavy: bool = False  # a round takes so long that three must suffice
     threads: int | None = None  # of the CPU; None: the command line's
@@ -77,7 +68,6 @@ class Case:
     kind: str = "float32"  # a key of KINDS
     timing: str = "graph"  # on CUDA; "eager": eager calls with the host's time, beside a graph; "whole": these alone
     part: str = ""  # rows that share the seconds of --part-seconds; empty: those of the benchmark
-    rows: Callable[[Any], list[dict[str, Any]]] | None = None  # measures in another way than in this process
 
 
 def problem(
@@ -89,10 +79,8 @@ def problem(
     *,
     kinds: Sequence[str] | None = None,
     passes: Sequence[str] = PASSES,
-    goals: Sequence[float | None] = (None, None),
     channels_last: Collection[str] = (),
     definitions: Sequence[str] = (),
-    buffer: str | None = None,
     heavy: bool = False,
     main: bool = True,
 ) -> list[Case]:
@@ -105,15 +93,14 @@ def problem(
         ours: Creates our function.
         peers: Peers by name.
         kinds: Keys of :data:`KINDS`; None for float32 on CPUs, and all dtypes on CUDA.
-        passes: Any of :data:`PASSES`, with as many ``goals``.
-        goals: Of the cases, like ``heavy`` and ``main``.
+        passes: Any of :data:`PASSES`.
         channels_last: Names of contestants whose maps are in channels-last memory.
         definitions: Our definition as a peer on CUDA, any of :data:`DEFINITIONS`.
-        buffer: Name of a buffer of nine times the first input.
+        heavy: Of the cases, like ``main``.
     """
     cases = []
     for kind in kinds or (ON_CPU if device == "cpu" else ON_CUDA):
-        for goal, pass_name in zip(goals, passes):
+        for pass_name in passes:
 
             def preparation(name: str, peer: Maker | Peer, kind: str = kind, passes: str = pass_name) -> Any:
                 peer = peer if isinstance(peer, Peer) else Peer(peer)
@@ -123,15 +110,11 @@ def problem(
             for name in definitions if device == "cuda" else ():
                 run = preparation("ours", Peer(ours, compiled="compiled" in name))
                 prepared[name] = run if name.startswith(OWN) else by_definition(run)
-            with torch.device("meta"):
-                size = Buffer(buffer, 9 * inputs(KINDS[kind].dtype)[0].nbytes) if buffer else None
             cases.append(
                 Case(
                     f"{title}, {kind}, {pass_name}",
                     preparation("ours", ours),
                     prepared,
-                    goal,
-                    size,
                     heavy=heavy,
                     main=main and kind in ("bfloat16", "float32", "autocast to bfloat16"),
                     kind=kind,
@@ -143,9 +126,7 @@ def problem(
 def in_half(title: str, device: str, inputs: Callable[[torch.dtype], Sequence[Any]], ours: Maker) -> list[Case]:
     """Return the cases of a problem in bfloat16 on CPUs beside our own in float32; there are none on CUDA."""
     peers = {"ours, float32": Peer(ours, dtype=torch.float32)}
-    return (
-        [] if device == "cuda" else problem(title, device, inputs, ours, peers, kinds=("bfloat16",), goals=(1.0, 1.0))
-    )
+    return [] if device == "cuda" else problem(title, device, inputs, ours, peers, kinds=("bfloat16",))
 
 
 def normal(*shapes: Sequence[int] | None, scale: float = 1.0) -> Callable[[torch.dtype], list[Tensor | None]]:

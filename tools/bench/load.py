@@ -6,11 +6,9 @@ The load average is unsuitable: it lags by a minute and counts the benchmark its
 from __future__ import annotations
 
 import os
-import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 LOADED = 0.15  # a row is marked if other processes use more CPUs than this
 STAT = Path("/proc/stat")
@@ -34,31 +32,25 @@ def own_seconds() -> float:
 
 
 class Watch:
-    """CPU use of other processes, and involuntary context switches, since creation."""
+    """CPU use of other processes since creation."""
 
     def __init__(self) -> None:
-        self._before = self._now()
+        self._before = time.perf_counter(), busy_seconds(), own_seconds()
 
-    @staticmethod
-    def _now() -> tuple[float, float | None, float, int]:
-        switches = sum(resource.getrusage(who).ru_nivcsw for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-        return time.perf_counter(), busy_seconds(), own_seconds(), switches
-
-    def read(self) -> dict[str, Any]:
-        """Return ``others``, CPUs that other processes used on average (None: unknown), and ``switches``."""
-        wall, busy, own, switches = (
-            None if after is None or before is None else after - before
-            for after, before in zip(self._now(), self._before)
-        )
-        others = None if busy is None or not wall else round(max(0.0, busy - own) / wall, 3)
-        return {"others": others, "switches": switches}
+    def read(self) -> float | None:
+        """Return the CPUs that other processes used on average; None if unknown."""
+        wall, busy, own = self._before
+        now = busy_seconds()
+        if busy is None or now is None:
+            return None
+        return round(max(0.0, now - busy - own_seconds() + own) / (time.perf_counter() - wall), 3)
 
 
 def sample(seconds: float = 1.0) -> float | None:
     """Return the CPUs that other processes use while this one sleeps; None if unknown."""
     watch = Watch()
     time.sleep(seconds)
-    return watch.read()["others"]
+    return watch.read()
 
 
 def wait_until_quiet(limit: float, look: Callable[[], float | None] = sample) -> float | None:

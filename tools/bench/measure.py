@@ -17,7 +17,7 @@ from attn_plugins.core.operator import Operator
 from . import roofline
 from .case import OWN, Case, Run, tensors
 from .load import LOADED, Watch
-from .memory import peak_memory, resident_peak
+from .memory import peak_memory
 from .results import compared, summarize
 from .timing import Contestant, Settings, race
 
@@ -85,7 +85,9 @@ def _measure(
     if details:
         facts |= {"served_by": served_by(ours), "refusals": {}, "differences": {}}
         expected = ours()
-        prepared |= {f"{OWN}{name}": lambda name=name: forced(ours, name) for name in others(facts["served_by"])}
+        prepared |= {
+            f"{OWN}{name}": lambda name=name: forced(ours, name) for name in other_backends(facts["served_by"])
+        }
     contestants: dict[str, Contestant] = {}
     memory: dict[str, dict[str, int]] = {}
     errors = {name: {"error": f"cannot run: {reason}"} for name, reason in crashed.items()}
@@ -97,7 +99,7 @@ def _measure(
             run = prepare()
             if name in prepared and name != "ours":
                 facts["differences"][name.removeprefix(OWN)] = difference(run(), expected)
-            memory[name] = _memory(run, device, case)
+            memory[name] = {"memory": peak_memory(run, device)}  # it also warms up
             contestants[name] = Contestant(run, device, case.calls, case.timing)
         except Exception as error:
             fatal(device, error)
@@ -115,24 +117,23 @@ def _measure(
         attempts += 1
         watch = Watch()
         times = timer(contestants, device, settings)
-        load = watch.read()
+        others = watch.read()
         results = {
             name: summarize(times[name]) | memory[name] | contestant.how for name, contestant in contestants.items()
         }
         mine, peers = results["ours"], {n: results.get(n) or errors[n] for n in case.peers if not n.startswith(OWN)}
         by = "min" if case.timing == "graph" else "median"
-        row = compared(case.name, mine, peers, by, attempts=attempts, load=load)
+        row = compared(case.name, mine, peers, by, attempts=attempts, load={"others": others})
         is_noisy = row["noisy"]
     if details:
         facts["backends"] = {n.removeprefix(OWN): e for n, e in (results | errors).items() if n.startswith(OWN)}
     if ceilings and not whole:
         facts["share"] = roofline.floor(facts["work"], case.kind, ceilings) / mine["min"]
-    row["loaded"] = device == "cpu" and (load["others"] or 0) > LOADED
-    row |= {"goal": case.goal, "threads": torch.get_num_threads(), **facts}
-    return row | ({"buffer": case.buffer._asdict()} if case.buffer else {})
+    row["loaded"] = device == "cpu" and (others or 0) > LOADED
+    return row | {"threads": torch.get_num_threads(), **facts}
 
 
-def others(served: Mapping[str, list[str]]) -> list[str]:
+def other_backends(served: Mapping[str, list[str]]) -> list[str]:
     """Return the backends of the operators that ran, but for the only one that served."""
     serving = {name for names in served.values() for name in names}
     candidates = dict.fromkeys(name for operator in served for name in backends_of(operator))
@@ -172,16 +173,6 @@ def fatal(device: str, error: BaseException) -> None:
             torch.cuda.synchronize()
         except RuntimeError:
             raise SystemExit(UNUSABLE) from error
-
-
-def _memory(run: Run, device: str, case: Case) -> dict[str, int]:
-    """Measure peak memory, which also warms up; with a buffer, also that of the results and of the process."""
-    sizes = {"memory": peak_memory(run, device)}
-    if case.buffer is not None and device == "cpu":
-        sizes["resident"], sizes["results"] = resident_peak(run)
-    elif case.buffer is not None:
-        sizes["results"] = sum(tensor.nbytes for tensor in tensors(run()))
-    return sizes
 
 
 # --- backends -----------------------------------------------------------------------------------------------------

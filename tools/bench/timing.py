@@ -23,7 +23,6 @@ class Settings:
     rounds: int = 40  # at most; they end earlier when the seconds have passed
     min_rounds: int = 5  # however long they take; at most three for heavy cases
     attempts: int = 3  # measurements of a noisy row, at most
-    size: tuple[int, int] | None = None  # height and width of whole models' pictures, for a quick look
 
     def __post_init__(self) -> None:
         for name in ("rounds", "min_rounds", "attempts"):

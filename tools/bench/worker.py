@@ -133,7 +133,7 @@ def work(job: Job) -> None:
         if spent[part] > job.part_seconds:
             over = True
             continue
-        if rates is None and job.share is None and case.rows is None:
+        if rates is None and job.share is None:
             rates = roofline.ceilings(job.device)
             write(ceilings=rates)
         begun = time.perf_counter()
@@ -166,10 +166,6 @@ def _rows(case: Case, job: Job, settings: Settings, rates: Any, crashed: Any, be
         for prepare in (case.ours, *case.peers.values()):
             prepare()()
         return []
-    if case.rows is not None:
-        if "at the start" in crashed:
-            raise RuntimeError(crashed["at the start"])
-        return case.rows(settings)
     return [measure(case, job.device, settings, details=job.details, ceilings=rates, crashed=crashed, begin=begin)]
 
 

@@ -12,10 +12,10 @@ NAMES = (
 )  # fmt: skip
 # Measured when named, and in part longer.
 MORE = (
-    "modules", "mmcv_ext", "end_to_end", "eager", "mm_models", "timm_models", "transformers_models", "encoders",
+    "modules", "eager", "end_to_end", "timm_models", "transformers_models", "encoders",
 )  # fmt: skip
 # Their rows follow the models, which are slow to build.
-MODELS = ("mm_models", "timm_models", "transformers_models", "encoders")
+MODELS = ("end_to_end", "timm_models", "transformers_models", "encoders")
 
 
 def cases(name: str, device: str) -> list[Case]:

@@ -18,7 +18,6 @@ SIZES = {
             (16, 256, 25, 34, 1)),
     "cuda": ((2, 256, 50, 68, 1), (16, 256, 64, 64, 1), (16, 256, 64, 64, 4)),
 }  # fmt: skip
-GOALS = {"TF32": 2.0, "float16": 3.0, "bfloat16": 5.0}
 
 
 def ours(input: Tensor, offset: Tensor, mask: Tensor, weight: Tensor) -> Tensor:
@@ -93,9 +92,7 @@ def cases(device: str) -> list[Case]:
                 lambda: ours,
                 peers,
                 kinds=(kind,),
-                goals=(4.0, 8.0) if device == "cpu" else (GOALS.get(kind, 1.2),) * 2,
                 definitions=COMPILED if B == 16 and D == 1 else (),
-                buffer="column buffer",
                 heavy=B * H * W > 20_000 and device == "cpu",
                 main=size == SIZES["cuda"][0],
             )

@@ -1,4 +1,4 @@
-"""Operators as users call them: eager, with the host's time, beside a CUDA graph; on CPUs at tiny sizes."""
+"""Operators as users call them on CUDA: eager, with the host's time, beside a CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..case import OWN, Case, Maker, Run, problem
 from . import criss_cross, deform_conv, global_attention, sequence_attention, vision_transformers, window_attention
 from . import deformable_attention as attention
 
-KINDS = {"cpu": ("float32",), "cuda": ("float16", "float32", "TF32", "bfloat16")}
-CONVOLUTIONS = {"cpu": ((1, 16, 8, 9, 1),), "cuda": ((2, 256, 50, 68, 1), (16, 256, 64, 64, 1))}
-LEVELS = {"cpu": ((10, 13), (5, 7)), "cuda": ((100, 168), (50, 84), (25, 42), (13, 21))}
+KINDS = ("float16", "float32", "TF32", "bfloat16")
+CONVOLUTIONS = (2, 256, 50, 68, 1), (16, 256, 64, 64, 1)
+LEVELS = (100, 168), (50, 84), (25, 42), (13, 21)
 DETERMINISTIC = f"{OWN}sums of integers"  # of the deformable operators' gradients on CUDA
-# Rows of other benchmarks that are called in this way as well, on CUDA.
+# Rows of other benchmarks that are called in this way as well.
 OTHERS = {
     window_attention: r"(content|content and position|dynamic convolution), .* 7x7",
     sequence_attention: r"band, .* T 1024, k 21",
@@ -42,10 +42,10 @@ def deformops_conv() -> Callable[..., Tensor]:
     return run
 
 
-def deformops_attention(shapes: tuple) -> Callable[..., Tensor]:
+def deformops_attention() -> Callable[..., Tensor]:
     from deformops import registry
 
-    sizes = torch.tensor(shapes)
+    sizes = torch.tensor(LEVELS)
     starts = torch.cat((sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]))
     return lambda value, locations, weights: registry.msda(value, sizes, starts, locations, weights)
 
@@ -69,36 +69,37 @@ def in_deterministic_mode(prepared: Callable[[], Run]) -> Callable[[], Run]:
 
 
 def cases(device: str) -> list[Case]:
+    if device == "cpu":
+        return []
     rows = []
-    for size in CONVOLUTIONS[device]:
+    for size in CONVOLUTIONS:
         peers: dict[str, Maker] = {
             "torchvision": deform_conv.torchvision, "mmcv": deform_conv.mmcv, "deformops": deformops_conv,
         }  # fmt: skip
         title = f"deform_conv2d {str(size[:-1]).replace(' ', '')}"
-        rows += problem(title, device, deform_conv.operands(size), lambda: deform_conv.ours, peers, kinds=KINDS[device])
-    shapes = LEVELS[device]
-    for title, queries in (("encoder", None), ("decoder", 300 if device == "cuda" else 7)):
-        draw = attention.operands(shapes, queries, batch=2)
+        rows += problem(title, device, deform_conv.operands(size), lambda: deform_conv.ours, peers, kinds=KINDS)
+    for title, queries in (("encoder", None), ("decoder", 300)):
+        draw = attention.operands(LEVELS, queries, batch=2)
 
         def inputs(dtype: torch.dtype, draw: Callable[[torch.dtype], list[Tensor]] = draw) -> list[Tensor]:
             return [tensor.to(dtype) for tensor in draw(dtype)]
 
         rows += problem(
-            f"deformable_attention, {title}, B 2, Q {queries or sum(h * w for h, w in shapes)}, L {len(shapes)}",
+            f"deformable_attention, {title}, B 2, Q {queries or sum(h * w for h, w in LEVELS)}, L {len(LEVELS)}",
             device,
             inputs,
-            lambda: lambda value, locations, weights: deformable_attention(value, shapes, locations, weights),
+            lambda: lambda value, locations, weights: deformable_attention(value, LEVELS, locations, weights),
             {
-                "mmcv": lambda: attention.mmcv(shapes, device == "cuda"),
-                "grid_sample": lambda: attention.grid_sample(shapes),
-                "deformops": lambda: deformops_attention(shapes),
+                "mmcv": lambda: attention.mmcv(LEVELS, True),
+                "grid_sample": lambda: attention.grid_sample(LEVELS),
+                "deformops": deformops_attention,
             },
-            kinds=[kind for kind in KINDS[device] if kind != "TF32"],
+            kinds=[kind for kind in KINDS if kind != "TF32"],
         )
-    for case in rows if device == "cuda" else ():
+    for case in rows:
         if case.name.endswith("backward"):
             case.peers[DETERMINISTIC] = in_deterministic_mode(case.ours)
-    for module, pattern in OTHERS.items() if device == "cuda" else ():
+    for module, pattern in OTHERS.items():
         name = module.__name__.rpartition(".")[2]
         for case in module.cases(device):
             if re.match(pattern, case.name):

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..case import Case, tensors
-from .end_to_end import LEARNING_RATE
-from .whole import Steps, choosing, rows
+from .whole import Steps, accelerated, choosing, rows, steps
 
 STOCK = "stock"
 
@@ -95,29 +94,23 @@ def by_drop_in() -> Iterator[None]:
         drop_in.restore()
 
 
-def steps(model: nn.Module, x: Tensor, ours: bool, title: str) -> Steps:
-    def loss() -> Tensor:
-        outputs = model(x)
-        found = [outputs] if isinstance(outputs, Tensor) else tensors(dict(outputs))
-        weights = torch.Generator(x.device).manual_seed(0)
-        drawn = (torch.randn(t.shape, generator=weights, device=x.device) * t.float() for t in found if t.requires_grad)
-        return torch.stack([t.mean() for t in drawn]).sum()
-
-    made = Steps(choosing(model, ours), torch.optim.AdamW(model.parameters(), LEARNING_RATE), loss, lambda: model(x))
-    return replace(made, layers=by_drop_in) if ours and title == FUNCTION else made
+def loss(outputs: Any) -> Tensor:
+    found = [outputs] if isinstance(outputs, Tensor) else tensors(dict(outputs))
+    device = found[0].device
+    weights = torch.Generator(device).manual_seed(0)
+    drawn = (torch.randn(t.shape, generator=weights, device=device) * t.float() for t in found if t.requires_grad)
+    return torch.stack([t.mean() for t in drawn]).sum()
 
 
 @lru_cache(maxsize=1)
 def built(title: str, shape: tuple[int, ...], device: str) -> Mapping[str, Steps]:
-    from attn_plugins import accelerate
-
     torch.manual_seed(0)
     stock = ENCODERS[title].build().to(device)
-    ours = copy.deepcopy(stock)
-    if title != FUNCTION:
-        accelerate(ours, onednn=False)
     x = torch.randn(shape, device=device)
-    return {STOCK: steps(stock, x, False, title), "ours": steps(ours, x, True, title)}
+    if title != FUNCTION:
+        return accelerated(STOCK, stock, loss, x)
+    ours = steps(choosing(copy.deepcopy(stock), True), loss, x)
+    return {STOCK: steps(choosing(stock, False), loss, x), "ours": replace(ours, layers=by_drop_in)}
 
 
 def cases(device: str) -> list[Case]:
@@ -125,6 +118,5 @@ def cases(device: str) -> list[Case]:
     for title, encoder in ENCODERS.items():
         B, _, H, W = encoder.shape
         if device == "cpu" or title != FUNCTION:  # the drop-in replaces torchvision's kernels for CPUs alone
-            of_model = rows(f"{title}, {H}x{W}, batch {B}", STOCK, partial(built, title, encoder.shape), device)
-            made += [replace(case, timing="graph", heavy=True) for case in of_model] if device == "cpu" else of_model
+            made += rows(f"{title}, {H}x{W}, batch {B}", STOCK, partial(built, title, encoder.shape), device)
     return made

@@ -1,35 +1,30 @@
-"""Whole models of mmdet and mmsegmentation from their own configs: stock, and with our layers by the drop-in.
+"""Whole models of mmdet and mmsegmentation from their own configs, stock and with ``accelerate``, in one process.
 
-Each measurement is a fresh process; stock and ours take turns. Both have the same random weights; pictures, boxes and
-masks are synthetic. A training step is forward, loss, backward and the optimizer's step.
+Both have the same random weights; pictures, boxes and masks are synthetic. A training step is forward, loss, backward
+and the optimizer's step. Where mmcv is not compiled, stock models call this package's operators in place of mmcv's,
+and the peer is named so.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import os
-import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+import io
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing import get_context
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from tools import need
-
-from .. import compiled_mmcv, load
+from .. import compiled_mmcv
 from ..case import Case
-from ..memory import ResidentPeak
-from ..results import compared, summarize
+from .whole import ALONE, LEARNING_RATE, Steps, both, operators_alone, rows
 
-PASSES = ("prediction", "training step")
-PROCESSES, LEAST, SECONDS = 5, 2, 210.0  # of each kind for a model: at most, at least, and the time for all of them
-LEARNING_RATE = 1e-8  # the step costs the same, and synthetic data drive no weight out of range
+BATCHES = {"cpu": (1,), "cuda": (2, 8)}
 Batch = dict[str, list]
 
 
@@ -56,60 +51,6 @@ MODELS = (
     Model("Mask2Former R-50, semantic (mmseg)", "mmseg",
           "mask2former/mask2former_r50_8xb2-90k_cityscapes-512x1024.py", (512, 1024)),
 )  # fmt: skip
-
-
-def cases(device: str) -> list[Case]:
-    if device != "cpu":
-        return []
-    need("mmdet", "mmseg")
-    compiled_mmcv.extension()  # without it, stock models would run on our operators
-    return [Case(model.title, lambda: lambda: None, heavy=True, rows=partial(rows, model)) for model in MODELS]
-
-
-def rows(model: Model, settings: Any) -> list[dict[str, Any]]:
-    """Measure a model with settings of :mod:`..measure`, and return a row for each pass."""
-    measurements: dict[str, list[dict[str, Any]]] = {"stock": [], "ours": []}
-    model = replace(model, size=tuple(settings.size or model.size))
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for number in range(min(PROCESSES, settings.rounds)):
-            spent = time.perf_counter() - begin
-            if number >= min(LEAST, settings.min_rounds) and spent * (number + 1) / number > SECONDS:
-                break
-            for kind, processes in measurements.items():
-                job = (model, kind == "ours", torch.get_num_threads(), settings.seconds, Path(folder) / "weights.pth")
-                with ProcessPoolExecutor(1, get_context("spawn"), _silence) as pool:
-                    processes.append(pool.submit(measured, *job).result())
-    return [row(model, pass_name, measurements["ours"], measurements["stock"]) for pass_name in PASSES]
-
-
-def row(model: Model, pass_name: str, ours: Sequence[Mapping], stock: Sequence[Mapping]) -> dict[str, Any]:
-    """Return the row of one pass from the measurements of both kinds of processes."""
-    both = {}
-    for kind, processes in (("ours", ours), ("stock", stock)):
-        results = [process["passes"][pass_name] for process in processes]
-        both[kind] = summarize([t for result in results for t in result["times"]])
-        both[kind] |= {
-            "memory": max(result["memory"] for result in results),
-            "features": min(t for result in results for t in result["features"]),
-            "loss": float(f"{processes[0]['loss']:.6g}"),
-        }
-    loads = [process["load"] for process in (*ours, *stock)]
-    others = max((reading["others"] for reading in loads if reading["others"] is not None), default=None)
-    return compared(
-        f"{model.title}, {model.size[0]}x{model.size[1]}, {pass_name}",
-        both["ours"],
-        {"stock": both["stock"]},
-        config=f"{model.package}::{model.config}",
-        attempts=1,
-        rounds=len(ours),
-        load={"others": others, "switches": sum(reading["switches"] for reading in loads)},
-        loaded=(others or 0) > load.LOADED,
-        goal=None,
-    )
-
-
-# --- in the fresh process -----------------------------------------------------------------------------------------
 
 
 def load_config(model: Model) -> Any:
@@ -141,22 +82,8 @@ def for_one_process(node: Any) -> None:
         for_one_process(value)
 
 
-def build(model: Model, ours: bool) -> tuple[torch.nn.Module, Any]:
-    """Return the model with random weights, stock or with our layers, and its optimizer wrapper."""
-    if ours:
-        importlib.import_module("attn_plugins.mmcv.drop_in")
-    config = load_config(model)
-    registry = importlib.import_module(f"{model.package}.registry").MODELS
-    torch.manual_seed(0)
-    made = registry.build(config.model)
-    made.init_weights()
-    from mmengine.optim import build_optim_wrapper
-
-    return made, build_optim_wrapper(made, config.optim_wrapper)
-
-
-def batch(model: Model) -> Batch:
-    """Return a synthetic picture with boxes or a mask, in the format of the package's collate function."""
+def drawn(model: Model) -> tuple[Tensor, Any]:
+    """Return a synthetic picture and its sample of the package, with boxes or a mask."""
     H, W = model.size
     generator = torch.Generator().manual_seed(0)
     picture = torch.randint(0, 256, (3, H, W), generator=generator, dtype=torch.uint8)
@@ -169,7 +96,7 @@ def batch(model: Model) -> Batch:
         blocks = torch.randint(0, 19, (1, 1, -(-H // 64), -(-W // 64)), generator=generator).float()
         mask = torch.nn.functional.interpolate(blocks, size=(H, W))[0].long()
         sample.gt_sem_seg = PixelData(data=mask)
-        return dict(inputs=[picture], data_samples=[sample])
+        return picture, sample
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
     from mmengine.structures import InstanceData
@@ -186,67 +113,68 @@ def batch(model: Model) -> Batch:
         masks=BitmapMasks(torch.stack(inside).byte().numpy(), H, W),
     )
     sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
-    return dict(inputs=[picture], data_samples=[sample])
+    return picture, sample
 
 
-class Features:
-    """Timer of a model's backbone and neck."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.seconds, self._run = 0.0, model.extract_feat
-        model.extract_feat = self  # type: ignore[assignment]
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return self._run(*args, **options)
-        finally:
-            self.seconds += time.perf_counter() - begin
+def _calibrate(network: Any, pictures: Batch) -> None:
+    """Set the statistics of every BatchNorm to the batch's, without which random weights overflow float16."""
+    norms = [norm for norm in network.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
+    network.eval()
+    for norm in norms:
+        norm.train().momentum, norm.kept = 1.0, norm.momentum
+    with torch.no_grad():
+        network.extract_feat(network.data_preprocessor(_copied(pictures), False)["inputs"])
+    for norm in norms:
+        norm.momentum = norm.kept
 
 
-def timed(step: Callable[[Batch], Any], make: Callable[[], Batch], features: Features, limit: float) -> dict[str, list]:
-    """Return times of ``step``, after a warm-up call, until ``limit`` seconds have passed; at least one."""
-    step(make())
-    samples: dict[str, list] = {"times": [], "features": []}
-    begin = time.perf_counter()
-    while not samples["times"] or time.perf_counter() - begin < limit:
-        data, features.seconds = make(), 0.0
-        start = time.perf_counter()
-        step(data)
-        samples["times"].append(time.perf_counter() - start)
-        samples["features"].append(features.seconds)
-    return samples
+def _copied(pictures: Batch) -> Batch:
+    return {key: list(values) for key, values in pictures.items()}  # preprocessing replaces the elements
 
 
-def _silence() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # mmengine logs the initialization of every parameter
+def steps(network: Any, optimizer: torch.optim.Optimizer, pictures: Batch) -> Steps:
+    def loss() -> Tensor:
+        losses = network(**network.data_preprocessor(_copied(pictures), True), mode="loss")
+        return network.parse_losses(losses)[0]
+
+    def predict() -> object:
+        return network(**network.data_preprocessor(_copied(pictures), False), mode="predict")
+
+    return Steps(network, optimizer, loss, predict)
 
 
-def measured(model: Model, ours: bool, threads: int, seconds: float, weights: Path) -> dict[str, Any]:
-    """Return times and memory above the built model's level.
+@lru_cache(maxsize=1)
+def built(model: Model, count: int, peer: str, device: str) -> Mapping[str, Steps]:
+    """Return the steps of a stock model and of a copy with ``accelerate``, on ``count`` pictures."""
+    from mmengine.optim import build_optim_wrapper
 
-    All processes load the weights that the first one writes, so that all compute the same.
-    """
-    torch.set_num_threads(threads)
-    network, optimizer = build(model, ours)
-    if weights.exists():
-        network.load_state_dict(torch.load(weights), strict=True)
-    else:
-        torch.save(network.state_dict(), weights)
-    features, losses = Features(network), []
+    config = load_config(model)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # mmengine logs the initialization of every parameter
+    torch.manual_seed(0)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            stock = importlib.import_module(f"{model.package}.registry").MODELS.build(config.model)
+            stock.init_weights()
+    finally:
+        logging.disable(before)
+    inputs, samples = zip(*(drawn(model) for _ in range(count)))
+    pictures = dict(inputs=[t.to(device) for t in inputs], data_samples=[sample.to(device) for sample in samples])
+    _calibrate(stock.to(device), pictures)
+    made = {}
+    for name, network in both(peer, stock).items():
+        made[name] = steps(network, build_optim_wrapper(network, config.optim_wrapper).optimizer, pictures)
+    return made | {ALONE: replace(made["ours"], layers=operators_alone)}
 
-    def predict(data: Batch) -> None:
-        with torch.no_grad():
-            network.test_step(data)
 
-    def train(data: Batch) -> None:
-        torch.manual_seed(1)  # for box samplers and dropout
-        losses.append(float(network.train_step(data, optimizer)["loss"]))
-
-    passes: dict[str, Any] = {}
-    peak, watch = ResidentPeak(), load.Watch()
-    for name, step in zip(PASSES, (predict, train)):
-        network.train(step is train)
-        peak.reset()
-        passes[name] = timed(step, lambda: batch(model), features, seconds) | {"memory": peak.read()}
-    return {"passes": passes, "loss": losses[0], "load": watch.read()}
+def cases(device: str) -> list[Case]:
+    peer = "stock"
+    with contextlib.suppress(ImportError):
+        peer = "stock" if compiled_mmcv.is_compiled() else "stock on our operators for mmcv's"
+    made = []
+    for model in MODELS:
+        for count in BATCHES[device]:
+            title = f"{model.title}, {model.size[0]}x{model.size[1]}, batch {count}"
+            version = "Swin" if "Swin" in model.title else None
+            made += rows(title, peer, partial(built, model, count, peer), device, model.title, version)
+    return made

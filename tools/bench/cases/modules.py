@@ -13,7 +13,7 @@ from attn_plugins import modules
 from attn_plugins.modules import Modality
 from attn_plugins.modules.captioning.entangled_attention import Entangled
 
-from ..case import DEFINITIONS, Case, Maker, problem
+from ..case import DEFINITIONS, Case, problem
 
 B, T, S, C = 4, 32, 36, 512  # captions: batch, words, regions, channels
 STEPWISE = ("AttendedLSTM", "ShowAttendTell")  # a loop over words, which takes minutes to compile
@@ -114,24 +114,6 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def mmcv(name: str) -> nn.Module:
-    """Return mmcv's module in plain PyTorch that computes the same from the same parameters."""
-    ours = opened(MODULES[name][0]()).state_dict()
-    if name == "CrissCrossAttention2d":
-        from mmcv.ops.cc_attention import CrissCrossAttention
-
-        module = CrissCrossAttention(512)
-    else:
-        from mmcv.cnn.bricks import non_local
-
-        module = getattr(non_local, name)({"NonLocal1d": C, "NonLocal2d": 512, "NonLocal3d": 256}[name])
-    module.load_state_dict({key: ours[key.replace(".conv.", ".")] for key in module.state_dict()})
-    return module
-
-
-IN_MMCV = ("CrissCrossAttention2d", "NonLocal1d", "NonLocal2d", "NonLocal3d")
-
-
 def opened(module: nn.Module) -> nn.Module:
     """Draw zero-initialized parameters (gates, gamma, offsets), so that no work is skipped and samples spread."""
     with torch.no_grad():
@@ -148,14 +130,12 @@ def cases(device: str) -> list[Case]:
         def inputs(dtype: torch.dtype, draw: Callable[[], Any] = draw) -> Any:
             return pytree.tree_map_only(Tensor, lambda t: t.to(dtype), draw())
 
-        peers: dict[str, Maker] = {"mmcv": lambda name=name: mmcv(name)} if name in IN_MMCV else {}
         for main, passes in ((True, "forward+backward"), (False, "forward")):
             rows += problem(
                 name,
                 device,
                 inputs,
                 lambda make=make: opened(make()),
-                peers,
                 kinds=("float32",) if device == "cpu" else ("bfloat16", "float32"),
                 passes=(passes,),
                 definitions=DEFINITIONS[:1] if name in STEPWISE else DEFINITIONS[: 2 if main else 3],

@@ -15,7 +15,6 @@ from .flex import blocks, flex, flex_peer
 
 LENGTHS = (256, 512, 1024, 2048)
 KERNELS = (7, 21, 31)
-GOAL = 1.5  # forward and backward
 
 
 def ours(query: Tensor, key: Tensor, value: Tensor, band: Tensor, causal: bool) -> Tensor:
@@ -74,13 +73,12 @@ def cases(device: str) -> list[Case]:
             normal(*[(B, M, T, d)] * 3, (B, M, T, K)),
             lambda causal=causal: lambda *t: ours(*t, causal),
             peers,
-            goals=(None, GOAL),
             definitions=COMPILED if main else (),
             main=main,
         )
     for title, logits in (("content", None), ("logits of pairs", (2, M, 1024, 1024))):
         rows += problem(
             f"{title}, B 2, M {M}, d {d}, T 1024", device, normal(*[(2, M, 1024, d)] * 3, logits), lambda: attend,
-            {"SDPA": lambda: sdpa}, kinds=("bfloat16",), goals=(1.0, 1.0),
+            {"SDPA": lambda: sdpa}, kinds=("bfloat16",),
         )  # fmt: skip
     return rows

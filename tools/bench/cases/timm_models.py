@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from attn_plugins.modules.tokens.parts.window_speed import Version
 
 from ..case import Case
-from .end_to_end import LEARNING_RATE
-from .whole import ALONE, COMPILED, Steps, operators_alone, rows
+from . import whole
+from .whole import ALONE, COMPILED, Steps, operators_alone, rows, steps
 
 # timm's name: batch, side of the picture, and what the windows compute
 ACCELERATED: dict[str, tuple[int, int, Version | None]] = {
@@ -26,26 +25,22 @@ RESNETS = ("aa_resnet50", "attn1111_resnet50", "attn0010_dcn_resnet50", "dcn_res
 TINY = (2, 64)  # batch and side on CPUs
 
 
-def steps(network: nn.Module, batch: int, side: int, device: str) -> Steps:
-    """Return the steps of a classifier, whose loss is the mean square of its logits."""
-    network.to(device)
-    pictures = torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
-    optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE)
-    return Steps(network, optimizer, lambda: network(pictures).float().square().mean(), lambda: network(pictures))
+def pictures(batch: int, side: int, device: str) -> Tensor:
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def loss(logits: Tensor) -> Tensor:
+    return logits.float().square().mean()
 
 
 @lru_cache(maxsize=1)
 def accelerated(name: str, batch: int, side: int, device: str) -> Mapping[str, Steps]:
     import timm
 
-    from attn_plugins.timm import accelerate
-
     torch.manual_seed(0)
-    stock = timm.create_model(name, num_classes=10, img_size=side)
-    model = copy.deepcopy(stock)
-    accelerate(model, onednn=False)
-    ours = steps(model, batch, side, device)
-    return {"timm": steps(stock, batch, side, device), "ours": ours, ALONE: replace(ours, layers=operators_alone)}
+    stock = timm.create_model(name, num_classes=10, img_size=side).to(device)
+    made = whole.accelerated("timm", stock, loss, pictures(batch, side, device))
+    return made | {ALONE: replace(made["ours"], layers=operators_alone)}
 
 
 @lru_cache(maxsize=1)
@@ -54,12 +49,9 @@ def beside_resnet50(name: str, batch: int, side: int, device: str) -> Mapping[st
 
     import attn_plugins.timm  # noqa: F401  registers our models
 
-    stock, model = (timm.create_model(of, num_classes=10) for of in ("resnet50", name))
-    return {
-        "resnet50": steps(stock, batch, side, device),
-        "ours": steps(model, batch, side, device),
-        COMPILED: steps(torch.compile(model), batch, side, device),
-    }
+    stock, model = (timm.create_model(of, num_classes=10).to(device) for of in ("resnet50", name))
+    models = {"resnet50": stock, "ours": model, COMPILED: torch.compile(model)}
+    return {title: steps(of, loss, pictures(batch, side, device)) for title, of in models.items()}
 
 
 def cases(device: str) -> list[Case]:

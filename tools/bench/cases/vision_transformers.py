@@ -21,9 +21,6 @@ from .whole import choosing
 
 BATCH, MAP, HEADS, WIDTH, WINDOW = 4, 56, 3, 32, 7  # Swin-T's first stage at 224x224
 TOKENS, WINDOWS = WINDOW**2, MAP // WINDOW
-WINDOW_GOALS = {False: (1.4, 1.2), True: (1.5, 2.0)}
-SAM_GOALS = (4.0, 2.5)
-FASTER = (1.0, 1.0)
 SWIN = "swin_tiny_patch4_window7_224"
 # Models of ours or with ``accelerate``, timm's, side of the pictures, batch, arithmetic
 NETWORKS = (
@@ -135,14 +132,6 @@ def built(ours: bool, fused: bool = True, layer: str | None = None, name: str = 
     return model if layer is None else model.get_submodule(layer)
 
 
-def stage(ours: bool, fused: bool = True, block: int | None = None) -> nn.Module:
-    """Build Swin-T, or the attention of a block with projections and window partitioning."""
-    model = built(ours, fused, None if block is None else f"layers.0.blocks.{block}")
-    if block is not None:
-        model.forward = model._attn
-    return choosing(model, ours)
-
-
 def networks() -> list[Case]:
     """Return rows of further whole models, with timm's own products and with both by oneDNN."""
     rows = []
@@ -153,7 +142,7 @@ def networks() -> list[Case]:
                 f"{title}, both by oneDNN" if both else title, "cpu", normal((batch, 3, size, size)),
                 lambda name=name, stock=stock: choosing(built(name == stock, name=name), True),
                 {"timm, SDPA": lambda stock=stock, both=both: choosing(built(False, name=stock), both)},
-                kinds=kinds, goals=(None, None) if both else FASTER,
+                kinds=kinds,
             )  # fmt: skip
     return rows
 
@@ -170,14 +159,13 @@ def cases(device: str) -> list[Case]:
         rows += problem(
             f"Swin's windows{', shifted' if shift else ''}, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}",
             device, windows, lambda shift=shift: windows_ours(shift), peers,
-            goals=WINDOW_GOALS[bool(shift)] if cpu else FASTER,
         )  # fmt: skip
     title = f"Swin's windows, batch {BATCH}, {MAP}x{MAP}, {HEADS} heads x {WIDTH}"
     rows += in_half(title, device, windows, lambda: windows_ours(0))
     for title, layer, name, shape in AUTOCAST if cpu else ():
         rows += problem(
             title, device, normal(shape), partial(built, True, layer=layer, name=name),
-            {"timm": partial(built, False, layer=layer, name=name)}, kinds=("autocast to bfloat16",), goals=FASTER,
+            {"timm": partial(built, False, layer=layer, name=name)}, kinds=("autocast to bfloat16",),
         )  # fmt: skip
     M, d = 12, 64
     for S in (32, 64):
@@ -185,20 +173,12 @@ def cases(device: str) -> list[Case]:
             f"decomposed positions (SAM), {S}x{S}, {M} heads x {d}",
             device, normal(*[(1, M, S, S, d)] * 3, *[(2 * S - 1, d)] * 2, scale=d**-0.25), lambda: decomposed_ours,
             {"timm, eager": lambda: decomposed_timm(False), "timm, SDPA": lambda: decomposed_timm(True)},
-            goals=SAM_GOALS if cpu else FASTER, heavy=S == 64, main=S == 64,
+            heavy=S == 64, main=S == 64,
         )  # fmt: skip
     batch = 2 if cpu else 64
-    layers = [
-        (f"{SWIN}'s first stage, {kind} layer, batch {BATCH}", n) for n, kind in enumerate(("unshifted", "shifted"))
-    ]
-    for title, block in (*layers, (f"{SWIN}, 224x224, batch {batch}", None)):
-        shape = (batch, 3, 224, 224) if block is None else (BATCH, MAP, MAP, HEADS * WIDTH)
-        rows += problem(
-            title, device, normal(shape), lambda block=block: stage(True, True, block),
-            {
-                "timm, eager": lambda block=block: stage(False, False, block),
-                "timm, SDPA": lambda block=block: stage(False, True, block),
-            },
-            goals=FASTER, main=block is None,
-        )  # fmt: skip
+    rows += problem(
+        f"{SWIN}, 224x224, batch {batch}", device, normal((batch, 3, 224, 224)), lambda: choosing(built(True), True),
+        {f"timm, {name}": lambda fused=fused: choosing(built(False, fused), False)
+         for name, fused in (("eager", False), ("SDPA", True))},
+    )  # fmt: skip
     return rows + (networks() if cpu else [])

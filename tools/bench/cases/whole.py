@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ ALONE = f"{OWN}the operators alone"  # measured where ours keeps stock's windows
 COMPILED = f"{OWN}torch.compile"  # measured in bfloat16 on CUDA
 ON_CPU, ON_CUDA = ("float32",), ("TF32", "autocast to float16", "autocast to bfloat16", "float32")
 PASSES = ("prediction", "training step")
+LEARNING_RATE = 1e-8  # the step costs the same, and synthetic data drive no weight out of range
 
 
 @dataclass
@@ -41,6 +44,29 @@ def choosing(model: nn.Module, onednn: bool) -> nn.Module:
 
     model.register_forward_pre_hook(choose_products)
     return model
+
+
+def both(peer: str, stock: nn.Module) -> dict[str, nn.Module]:
+    """Return ``stock``, named ``peer``, and a copy with ``accelerate`` and its choice of products."""
+    from attn_plugins import accelerate
+
+    ours = copy.deepcopy(stock)
+    accelerate(ours, onednn=False)
+    return {peer: choosing(stock, False), "ours": choosing(ours, True)}
+
+
+def steps(model: nn.Module, loss: Callable[[Any], Tensor], *inputs: Tensor, **named: Tensor) -> Steps:
+    """Return the steps of a model on these inputs, with a loss of its output."""
+    predict = partial(model, *inputs, **named)
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
+    return Steps(model, optimizer, lambda: loss(predict()), predict)
+
+
+def accelerated(
+    peer: str, stock: nn.Module, loss: Callable[[Any], Tensor], *inputs: Tensor, **named: Tensor
+) -> dict[str, Steps]:
+    """Return the steps of ``stock``, named ``peer``, and of a copy with ``accelerate``."""
+    return {name: steps(model, loss, *inputs, **named) for name, model in both(peer, stock).items()}
 
 
 @contextmanager
@@ -131,7 +157,8 @@ def rows(
             partial(prepared, "ours", kind, training),
             peers(kind, training),
             kind=kind,
-            timing="whole",
+            timing="graph" if device == "cpu" else "whole",
+            heavy=device == "cpu",
             part=part or title,
         )
         for kind in (ON_CPU if device == "cpu" else ON_CUDA)

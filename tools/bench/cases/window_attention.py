@@ -13,10 +13,7 @@ from attn_plugins.ops import window_attention
 from ..case import COMPILED, Case, Peer, in_half, normal, problem
 from .flex import blocks, flex, flex_peer
 
-# kernel size -> goal on CPU; on CUDA there is one for all
-LOCAL = {3: 3.0, 7: 8.0, 13: 12.0}
-DYNAMIC_1D, DYNAMIC_2D = 4.0, 8.0
-CUDA_GOALS = {"local": 10.0, "dynamic": 2.5}
+KERNEL_SIZES = (3, 7, 13)
 C, S = 256, 56
 Maps = Callable[..., Tensor]
 
@@ -121,9 +118,7 @@ def cases(device: str) -> list[Case]:
     B = 1 if device == "cpu" else 16
     cpu, rows = device == "cpu", []
 
-    def case(
-        title: str, k: int, M: int, content: bool, position: bool, goal: float, main: bool, border: str = ""
-    ) -> list[Case]:
+    def case(title: str, k: int, M: int, content: bool, position: bool, main: bool, border: str = "") -> list[Case]:
         shape, border = (B, C, S, S), border or ("exclude" if content else "zero")
         logits = (B, M, S, S, k * k) if position else None
         peers: dict[str, Peer] = {"unfold": Peer(lambda: unfolded(k, M, border))}
@@ -137,19 +132,16 @@ def cases(device: str) -> list[Case]:
             normal(*(shape if content else None for _ in range(2)), shape, logits),
             lambda: ours(k, M, border),
             peers,
-            goals=(goal, goal),
             channels_last={"ours", *peers} - {"unfold"},
             definitions=COMPILED if content and main else (),
             main=main,
         )
 
-    for k, goal in LOCAL.items():
-        goal = goal if cpu else CUDA_GOALS["local"]
-        rows += case("content", k, 8, True, False, goal, k == 7)
-        rows += case("content and position", k, 8, True, True, goal, k == 7)
-    rows += case("neighborhood, content and position", 7, 8, True, True, LOCAL[7], False, "inside")
+    for k in KERNEL_SIZES:
+        rows += case("content", k, 8, True, False, k == 7)
+        rows += case("content and position", k, 8, True, True, k == 7)
+    rows += case("neighborhood, content and position", 7, 8, True, True, False, "inside")
     T, batch, width, K, M = 512, 4, 512, 31, 16
-    goal = DYNAMIC_1D if cpu else CUDA_GOALS["dynamic"]
     rows += problem(
         f"dynamic convolution 1-D, T {T}, B {batch}, C {width}, K {K}, {M} groups",
         device,
@@ -159,11 +151,9 @@ def cases(device: str) -> list[Case]:
             "fairseq, band": lambda: fairseq("_forward_expanded", width, K, M),
             "fairseq, unfold": lambda: fairseq("_forward_unfolded", width, K, M),
         },
-        goals=(goal, goal),
     )
     shape = 1, C, S, S
     content, taps = normal(shape, shape, shape, None), normal(None, None, shape, (1, 16, S, S, 49))
     rows += in_half(f"content, (1,{C},{S},{S}), 7x7, 8 heads", device, content, lambda: ours(7, 8, "exclude"))
     rows += in_half(f"dynamic convolution, (1,{C},{S},{S}), 7x7, 16 heads", device, taps, lambda: ours(7, 16, "zero"))
-    goal = DYNAMIC_2D if cpu else CUDA_GOALS["dynamic"]
-    return rows + case("dynamic convolution", 7, 16, False, True, goal, True)
+    return rows + case("dynamic convolution", 7, 16, False, True, True)
