@@ -254,6 +254,7 @@ def test_dcnv4s_attention_is_that_of_its_softmax():
         torch.testing.assert_close(found, [t.bfloat16() for t in exact] if extra else exact.bfloat16(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_internimage_reads_the_version(python):
     """Its layer imports the extension, then asks pkg_resources for the distribution."""
     pytest.importorskip("pkg_resources", reason="setuptools has no pkg_resources from version 82 on")

@@ -70,6 +70,7 @@ def test_offered_from_the_import_of_torch_on(python):
     assert lines == [f"{name} True" for name in SERVED]
 
 
+@pytest.mark.slow
 def test_offered_by_an_import_where_autoload_is_off(python):
     off = dict(ATTN_PLUGINS_AUTOLOAD="0")
     done = python(f"import torch\n{SHOW}", packages=PACKAGE, check=False, **off)
@@ -165,6 +166,7 @@ def test_a_compiled_detectron2_keeps_its_evaluation(python):
     assert python(code, packages=packages).stdout.split() == ["fast"]
 
 
+@pytest.mark.slow
 def test_rotated_boxes_say_that_they_are_not_served(python):
     code = """
 import torch, detectron2._C

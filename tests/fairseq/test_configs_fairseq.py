@@ -29,6 +29,7 @@ from tests.fairseq.recipe_helpers import (
 )
 from tests.fairseq.recipe_helpers import composed as composed_of
 from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
+from tests.helpers.slow_cases import slow_but
 
 CONFIGS = ROOT / "configs/fairseq"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
@@ -181,7 +182,11 @@ def test_the_readmes_train_every_recipe_by_one_command():
         assert sorted(recipes) == sorted(trained_by(*row)[0] for row in COMMANDS if row[0] == room)
 
 
-@pytest.mark.parametrize("room, command", COMMANDS)
+# The first of each README.
+FIRST = [next(row for row in COMMANDS if row[0] == room) for room in ROOMS]
+
+
+@pytest.mark.parametrize("room, command", slow_but(FIRST, COMMANDS))
 def test_the_one_line_commands_are_the_recipes(room, command, joined, images):
     """The commands and recipes agree in every field."""
     words = shlex.split(command)[1:]
@@ -228,6 +233,7 @@ def test_every_setting_of_a_readme_builds(room, recipe, overrides, joined, image
         tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
+@pytest.mark.slow
 def test_the_console_script(joined, tmp_path):
     """Run the script once as a process from the repository root."""
     command = ["--config-dir", "configs/fairseq", "--config-name", "gettext"]

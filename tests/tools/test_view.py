@@ -188,6 +188,7 @@ def test_a_trained_checkpoint_brings_its_own_arguments_and_size(trained, photogr
     assert models.load_timm("aa_wide_resnet28_10", trained, {})[0].num_classes == 3
 
 
+@pytest.mark.slow
 def test_so_does_a_checkpoint_of_timms_train_py(photograph, tmp_path, monkeypatch, capsys):
     """Saved by timm's own class; its options are those of train.py's parser that describe the model."""
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, needs_triton
+from tests.helpers.triton_checks import DEVICE, needs_triton, slow_interpreted
 from tests.ops.contract_examples import Example
 from tests.ops.global_attention import operands
 from tests.ops.global_attention.operands import ALL, COMBINATIONS, FULL
@@ -58,6 +58,7 @@ def test_any_map_size_equals_the_reference(grid, keys, d, dv):
     check(drawn(dtype=dtype, grid=grid, keys=keys, d=d, dv=dv), "triton", dtype)
 
 
+@slow_interpreted
 def test_row_gradients_of_wide_maps_are_added_in_float32():
     check(drawn(dtype=BRAIN, grid=(2, 3), keys=(3, 150)), "triton", BRAIN)
 
