@@ -298,7 +298,7 @@ def behind_autograd(name: str, dtype: torch.dtype) -> tuple[Callable[..., Tensor
 
 
 @pytest.mark.parametrize("name", ["dcnv3", "dcnv4", "flash"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_gradients(name, dtype):
     """torch.compile traces a function of autograd, and gives no gradient to an output that is a tensor twice."""
     torch._dynamo.reset()
@@ -309,6 +309,7 @@ def test_compiled_gradients(name, dtype):
     assert all(grad.any() for grad in found)
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_dcnv3(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install '.[onnx]'")
     given = [t.detach() for t in operands(WINDOWS["same"], torch.float32)]

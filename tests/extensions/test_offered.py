@@ -87,6 +87,7 @@ def test_compiled_ones_take_precedence(python):
     assert len(python(f"import torch\n{shown}", packages=compiled).stdout.splitlines()) == len(names)
 
 
+@pytest.mark.slow
 def test_broken_ones_are_not_hidden(python):
     broken = {"MultiScaleDeformableAttention.py": "raise ImportError('undefined symbol')"}
     result = python("import torch, MultiScaleDeformableAttention", packages=broken, check=False)
@@ -130,14 +131,8 @@ DETECTRON2 = {
 }
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param("detectron2.layers", marks=pytest.mark.slow),
-        "detectron2.evaluation",
-        pytest.param("detectron2.evaluation.fast_eval_api", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["detectron2.layers", "detectron2.evaluation", "detectron2.evaluation.fast_eval_api"])
 def test_detectron2_evaluates_with_pycocotools(python, first):
     """It does so where its module of evaluation in C++ has no extension to import; a second import fails as well."""
     code = f"""

@@ -115,9 +115,8 @@ def test_a_copy_keeps_its_own_grids():
     assert first._grids is not next(iter(exchanged(model).values()))._grids
 
 
-@pytest.mark.parametrize(
-    ("attention_type", "options"), [("1111", dict()), pytest.param("1000", dict(kernel_size=3), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("attention_type", "options"), [("1111", dict()), ("1000", dict(kernel_size=3))])
 def test_a_traced_model_finds_its_maps(attention_type, options):
     """As ``get_flops.py`` of mmdet traces it: sizes of maps are tensors then."""
     sample = DetDataSample(metainfo=dict(batch_input_shape=SIZE, img_shape=SIZE))

@@ -175,7 +175,7 @@ NON_FINITE = ["`accelerate` Swin", "stand-in, mmcv's `DCNv2`"]
 NON_FINITE += [f"`accelerate`, mmcv's `{name}`" for name in ("DCN", "DCNv2", "MultiheadAttention")]
 
 
-@pytest.mark.parametrize("name, column", cells(LAYERS, compiled="`accelerate` Swin", non_finite=NON_FINITE))
+@pytest.mark.parametrize("name, column", cells(LAYERS, non_finite=NON_FINITE))
 def test_each_cell_of_the_table_is_what_happens(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")

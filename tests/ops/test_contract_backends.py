@@ -335,7 +335,7 @@ PAIRS = [
     *((n, *pair, SINGLE) for n in OPERATORS if "1d" not in n for pair in (("cpu", "eager"), ("eager", "cpu"))
       if "cpu" in plain_backends(n)),
     *(pytest.param(n, "triton", "eager", HALF, marks=triton_checks.needs_triton) for n in ONE_EACH),
-    *(pytest.param(n, "eager", "triton", HALF, marks=in_triton_marks(n.startswith(("global", "deformable"))))
+    *(pytest.param(n, "eager", "triton", HALF, marks=in_triton_marks(n in GLOBAL))
       for n in ONE_EACH),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from tests.helpers import triton_checks
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.deform_conv.operands import GEOMETRIES as DEFORMED
 from tests.ops.test_contract import example
-from tests.ops.test_contract_backends import DOUBLE, HALF, ONE_EACH, SINGLE, check, plain_backends
+from tests.ops.test_contract_backends import DOUBLE, HALF, ONE_EACH, SINGLE, check, in_triton_marks, plain_backends
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 GLOBAL = [
@@ -77,7 +77,7 @@ EMPTY = {
     "name, backend, extents",
     [
         *((n, backend, e) for n in EMPTY for backend in plain_backends(n) for e in EMPTY[n]),
-        *(pytest.param(n, "triton", e, marks=triton_checks.needs_triton)
+        *(pytest.param(n, "triton", e, marks=in_triton_marks(n == "global_attention" or e.get("d") != 0))
           for n in [*ONE_EACH, "window_attention, content"] for e in EMPTY.get(n, ())
           if n != ONE_EACH[2] or "dv" in e),
     ],

@@ -16,7 +16,7 @@ from tools.bench.measure import served_by
 
 pytestmark = needs_triton
 SEQUENCE = (2, 1, 12)
-QUICK = ["global_attention", "sequence_attention, causal band", "deformable_attention"]
+QUICK = ["global_attention", "sequence_attention, causal band"]
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=in_triton_marks(n in QUICK)) for n in IN_TRITON])

@@ -127,6 +127,7 @@ class TestMmcvExtension:
         )
         assert result.stdout.split() == ["compiled"]
 
+    @pytest.mark.slow
     def test_a_broken_one_is_not_hidden(self, python):
         broken = {"mmcv/_ext.py": "raise ImportError('undefined symbol')"}
         result = python(f"import torch, mmcv\n{self.show}", packages={**self.packages, **broken}, check=False)
@@ -149,6 +150,7 @@ class TestMmengine:
     distribution = {"mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"}
     show = "from mmengine.config.utils import MODULE2PACKAGE as m\nprint(m['mmseg'], m['mmdet'])"
 
+    @pytest.mark.slow
     def test_repaired_where_the_distribution_is_missing(self, python):
         """Where torch comes first, :meth:`test_a_stock_config_resolves` shows it."""
         result = python(f"import mmengine.config.utils, torch\n{self.show}", packages={**self.packages, **self.mmseg})

@@ -114,7 +114,8 @@ def test_torch_imports(environment, kind, damage):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", [pytest.param("editable", marks=pytest.mark.slow), "wheel"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
 def test_toolkits_work_without_our_operators(environment, kind):
     """A whole installation, one without the operators, and none, whose warning the switch silences."""
     python, package = environment(kind)

@@ -163,6 +163,7 @@ def test_a_grid_for_every_stage(photograph, tmp_path, capsys):
     assert "cat <1>" not in text
 
 
+@pytest.mark.slow
 def test_logits_of_one_term_have_no_parts(photograph, tmp_path, capsys):
     arguments = ["--parts", "--input-size", 32, 32, "--layers", "layer4.2.*", "--model-args", "attention_type='1000'"]
     assert run("attn_resnet50", photograph, *arguments, "--output", tmp_path) == 0

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_plugins import ops
+from tests.helpers.slow_cases import slow_but
 from tests.ops.contract_examples import Example
 from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.deformable_attention.test_deformable_attention import by
@@ -101,8 +102,13 @@ def test_read_as_zero_unless_asked(name, backend, device, place):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "eager", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [3, 32])
+@pytest.mark.parametrize(
+    "d, dtype",
+    slow_but(
+        [(3, torch.float64), (32, torch.float32)],
+        [(d, dtype) for d in (3, 32) for dtype in (torch.float32, torch.float64)],
+    ),
+)
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["value", "sampling_locations", "attention_weights", "grad_output"])
 def test_any_number_that_is_not_finite(backend, dtype, d, bad, where):

@@ -12,7 +12,7 @@ from attn_plugins.ops import backend, explain, sequence_attention
 from attn_plugins.ops.sequence_attention import triton as triton_sequence
 from attn_plugins.ops.sequence_attention.operands import Options, Terms
 from attn_plugins.ops.sequence_attention.triton import Tile
-from tests.helpers.triton_checks import DEVICE, DTYPES, SLOW_INTERPRETED, needs_triton, slow_interpreted
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton, slow_interpreted
 from tests.ops.contract_examples import Example
 from tests.ops.sequence_attention import operands
 from tests.ops.sequence_attention.operands import ALL, TERMS, identifiers, padding
@@ -54,7 +54,7 @@ def test_any_terms_equal_the_reference(terms, lone, causal, start, segments, sma
     check(drawn(terms, T=19, lone=lone, mask=mask, ids=identifiers(segments, 37), options=options), "triton", SINGLE)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [pytest.param(SINGLE, marks=SLOW_INTERPRETED), HALF, BRAIN], ids=str)
 def test_dtypes_and_real_tiles(dtype):
     terms = ALL if dtype == SINGLE else "query key band_logits"
     some = drawn(terms, dtype, T=70, S=97, K=9, B=1, d=16, dv=16, options=dict(causal=True, start=27))
