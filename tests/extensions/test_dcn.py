@@ -113,7 +113,7 @@ def test_dcnv3_is_the_loops(window):
     check(DCNv3.apply(window, *leaves), by_loops(window, *leaves), leaves)
 
 
-@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("softmax", [True, pytest.param(False, marks=pytest.mark.slow)])
 @windows
 def test_dcnv4_is_the_loops(window, softmax):
     leaves = operands(window)

@@ -223,9 +223,8 @@ def test_an_installed_one_takes_precedence(python):
     assert python(code, packages=NEWER).stdout.split() == ["compiled", "False"]
 
 
-@pytest.mark.parametrize(
-    "first", ["natten.functional", pytest.param("attn_plugins.extensions.natten", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["natten.functional", "attn_plugins.extensions.natten"])
 def test_an_import_adds_what_an_installed_one_lacks(python, first):
     code = f"""
 import torch, {first}, attn_plugins.extensions.natten

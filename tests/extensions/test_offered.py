@@ -110,6 +110,7 @@ def test_ext_is_offered_to_code_that_calls_dcn_v2(python, folder, statement):
     python(f"from {folder.replace('/', '.')}dcn_v2 import _DCNv2\n{CONVOLVE}", packages=packages)
 
 
+@pytest.mark.slow
 def test_ext_is_not_offered_to_other_code(python):
     """Other packages have an extension of that name as well, and code that does without it."""
     fallback = "try:\n    {}\nexcept ImportError:\n    print('none')\n"

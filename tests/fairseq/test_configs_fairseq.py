@@ -220,7 +220,7 @@ def documented() -> list[Any]:
             kinds.add(kind)
     captioning = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", ROOMS["captioning"])
     for row in sorted({*table_overrides(ROOMS["captioning"]), *captioning}):
-        kind = row.split("=")[0].strip("+")
+        kind = row.strip("+").split(".")[0]
         marks = [pytest.mark.slow] if kind in kinds else []
         cases.append(pytest.param("captioning", "coco_self_critical", row, marks=marks))
         kinds.add(kind)

@@ -73,6 +73,7 @@ def test_a_failing_adapter_warns_once_and_breaks_nothing(python):
     assert result.stderr.count("attn_plugins is not available in timm") == 1
 
 
+@pytest.mark.slow
 def test_a_failing_toolkit_fails_as_without_us(python):
     broken = {"timm/__init__.py": "import torch\nfrom . import models", "timm/models.py": "raise KeyError('theirs')"}
     code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{FINDERS}"

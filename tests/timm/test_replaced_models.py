@@ -33,7 +33,7 @@ def our(name: str, options: dict, ours: str | None = None, marks: str = "attenti
 
 
 def vit(layer: str | None, **options) -> Layer:
-    return pair(lambda: build(None), lambda: build(layer, **options), SMALL["img_size"], "attention")
+    return pair(lambda: build(None, depth=1), lambda: build(layer, depth=1, **options), SMALL["img_size"], "attention")
 
 
 MODELS = {

@@ -177,6 +177,7 @@ def test_set_input_size_changes_windows_as_in_timm(name):
         assert ({m.shift_size for m in layers} != {(0, 0)}) == shifted
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_trace_of_bilateral_windows_serves_other_sizes():
     """Their masks, unlike those of tables alone, are one for each group of windows."""

@@ -145,6 +145,7 @@ def test_parts_multiply_to_the_whole_attention(name, options, size, titles, phot
 # --- files --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_grid_for_every_stage(photograph, tmp_path, capsys):
     picture, output = tmp_path / "cat <1>.png", tmp_path / "out"
     Image.open(photograph).save(picture)

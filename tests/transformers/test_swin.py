@@ -76,7 +76,7 @@ def runs_ours(module: Callable[..., Any], *args: Any, **options: Any) -> bool:
 SLOW = ("ClapAudio", "MaskFormerSwin", "Swin2SR")
 
 
-@pytest.mark.parametrize("name, column", cells(ROWS, slow=SLOW, non_finite=["Swin"]))
+@pytest.mark.parametrize("name, column", cells(ROWS, slow=SLOW, non_finite=()))
 def test_each_cell_of_the_table_is_what_happens(name, column):
     matrix = Layer(partial(layer, name), ours, lambda: (tokens(),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[name])[column]

@@ -103,7 +103,7 @@ def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
     torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("opset", [22, 23])
+@pytest.mark.parametrize("opset", [pytest.param(22, marks=pytest.mark.slow), 23])
 def test_opsets_22_and_23_have_one_node(opset, tmp_path):
     some = drawn("wide", SINGLE)
     layer, file = Layer(some), tmp_path / "layer.onnx"

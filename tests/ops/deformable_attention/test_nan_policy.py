@@ -27,17 +27,16 @@ PLACES = {
 }  # fmt: skip
 
 
-def cases(interpreted_in: str | None) -> Iterator[Any]:
-    """Every backend and place; Triton's interpreter, which takes some 15 seconds, in one place by default."""
+def cases() -> Iterator[Any]:
+    """Every backend and place; those of Triton's interpreter, which takes some 15 seconds for each, are slow."""
     for case in by.args[1]:
         values, marks = (case.values, case.marks) if isinstance(case, type(pytest.param())) else (case, ())
         for place in PLACES:
-            interpreted = values[1:] == ("triton", "cpu") and place != interpreted_in
+            interpreted = values[1:] == ("triton", "cpu")
             yield pytest.param(*values, place, marks=[*marks, *([pytest.mark.slow] if interpreted else [])])
 
 
-def everywhere(interpreted_in: str | None) -> Any:
-    return pytest.mark.parametrize("name, backend, device, place", list(cases(interpreted_in)))
+everywhere = pytest.mark.parametrize("name, backend, device, place", list(cases()))
 
 
 def spoilt(some: Example, place: tuple[float, float]) -> Example:
@@ -84,14 +83,14 @@ def small() -> tuple[Example, Tensor]:
     return some, torch.randn(2, 6, 12, generator=torch.Generator().manual_seed(0))
 
 
-@everywhere("x is NaN")
+@everywhere
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
 def test_propagated_as_by_grid_sample(name, backend, device, place):
     some, grad_output = small()
     check(spoilt(some, PLACES[place]), backend, device, grad_output)
 
 
-@everywhere(None)  # as test_nothing_is_read_for_nan_or_beside_the_map has it
+@everywhere
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
 def test_read_as_zero_unless_asked(name, backend, device, place):
     some, grad_output = small()
