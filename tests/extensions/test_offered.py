@@ -94,13 +94,10 @@ def test_broken_ones_are_not_hidden(python):
     assert result.stderr.splitlines()[-1] == "ImportError: undefined symbol"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder, statement",
-    [
-        pytest.param("", "import _ext", marks=pytest.mark.slow),
-        ("DCNv2/", "from . import _ext"),
-        pytest.param("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext", marks=pytest.mark.slow),
-    ],
+    [("", "import _ext"), ("DCNv2/", "from . import _ext"), ("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext")],
 )
 def test_ext_is_offered_to_code_that_calls_dcn_v2(python, folder, statement):
     """The call may be in a function of the module that imports it."""

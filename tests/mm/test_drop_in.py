@@ -36,8 +36,15 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("by", ["drop-in", "accelerate"])
-@pytest.mark.parametrize("name", ["faster-rcnn_r50-attn1111_fpn_1x_coco", "faster-rcnn_r50-attn0010-dcn_fpn_1x_coco"])
+@pytest.mark.parametrize(
+    "name, by",
+    [
+        ("faster-rcnn_r50-attn1111_fpn_1x_coco", "drop-in"),
+        pytest.param("faster-rcnn_r50-attn1111_fpn_1x_coco", "accelerate", marks=pytest.mark.slow),
+        pytest.param("faster-rcnn_r50-attn0010-dcn_fpn_1x_coco", "drop-in", marks=pytest.mark.slow),
+        ("faster-rcnn_r50-attn0010-dcn_fpn_1x_coco", "accelerate"),
+    ],
+)
 def test_upstream_config_has_the_same_outputs_and_gradients(name, by):
     torch.manual_seed(0)
     model = MMDET_MODELS.build(narrow(name).model).eval()

@@ -66,7 +66,7 @@ def test_compiled_in_one_graph_equals_eager(name, device):
 
 
 # torch's guards on the sizes of named tuples' fields are no valid Python.
-@often("AAConv2d, pooled", "BilateralSelfAttention", "NonLocal2d, relative", "SpatialSelfAttention",
+@often("AAConv2d, pooled", "BilateralSelfAttention", "NonLocal2d, relative",
        seldom=("MultiScaleDeformableAttention, ε3", "RelativeSelfAttention, per head"),
        never=("GatedBilateralController",))  # fmt: skip
 def test_exported_for_another_batch(name, flat):

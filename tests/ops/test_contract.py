@@ -153,11 +153,9 @@ def test_autocast(name, device):
     assert_close(actual, expected, 3e-2)
 
 
-QUICK = ("sequence_attention",)
-
-
+@pytest.mark.slow
 @every_device
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
+@every_operator
 def test_compiled_to_one_graph(name, device):
     """Outputs and gradients are those of eager mode, for any size."""
     torch._dynamo.reset()

@@ -53,8 +53,17 @@ EXTENTS: dict[str, list[dict]] = {
 }  # fmt: skip
 
 
+def extents_of(name: str, backend: str) -> list:
+    """Return cases; those of many channels take seconds by PyTorch's and torchvision's operators, and are slow."""
+
+    def marks(extents: dict) -> list:
+        return [pytest.mark.slow] if extents.get("C", 0) >= 70 and backend != "cpu" else []
+
+    return [pytest.param(name, backend, extents, marks=marks(extents)) for extents in EXTENTS[name]]
+
+
 @pytest.mark.parametrize(
-    "name, backend, extents", [(n, b, e) for n in EXTENTS for b in plain_backends(n) for e in EXTENTS[n]], ids=str
+    "name, backend, extents", [case for n in EXTENTS for b in plain_backends(n) for case in extents_of(n, b)], ids=str
 )
 def test_extents_around_blocks_and_vectors(name, backend, extents):
     dtypes = (SINGLE,) if math.prod(extents.get(n, 1) for n in "TS") > 10000 else (DOUBLE, SINGLE)

@@ -122,6 +122,7 @@ class TestMmcvExtension:
         expected = ["not compiled: attn_plugins stands in", "attn_plugins.mmcv_ext.boxes", "mmcv._ext"]
         assert result.stdout.splitlines() == expected
 
+    @pytest.mark.slow
     def test_a_compiled_one_takes_precedence(self, python):
         result = python(
             f"import torch, mmcv\n{self.show}", packages={**self.packages, "mmcv/_ext.py": "nms = 'compiled'"}

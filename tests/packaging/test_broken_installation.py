@@ -96,7 +96,7 @@ BREAKS = {
 @pytest.mark.parametrize(
     "kind, damage",
     [
-        ("editable", "checkout removed"),
+        pytest.param("editable", "checkout removed", marks=pytest.mark.slow),
         ("wheel", "misspelt"),
         pytest.param("editable", "moved", marks=pytest.mark.slow),
         pytest.param("editable", "half deleted", marks=pytest.mark.slow),

@@ -89,7 +89,12 @@ def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_t
 
 @pytest.mark.parametrize(
     "masked, shared, dtype",
-    [(False, (0,), HALF), (True, (0, 1), BRAIN), (True, (0, 2), HALF), (False, None, BRAIN)],
+    [
+        pytest.param(False, (0,), HALF, marks=SLOW_INTERPRETED),
+        (True, (0, 1), BRAIN),
+        pytest.param(True, (0, 2), HALF, marks=SLOW_INTERPRETED),
+        (False, None, BRAIN),
+    ],
     ids=str,
 )
 def test_gradients_of_windows_by_one_kernel(masked, shared, dtype, monkeypatch):
