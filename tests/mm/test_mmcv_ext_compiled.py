@@ -11,7 +11,8 @@ from tests.mm.test_mmcv_ext import CASES, results
 
 # Of functions that are compiled in another case.
 VARIANTS = [name for name in CASES if name.startswith("roi_align") and name != "roi_align-avg-0-aligned"]
-VARIANTS += ["deform_roi_pool-adaptive", "carafe-groups"]
+VARIANTS += ["deform_roi_pool-adaptive", "carafe-groups", "psa_mask-distribute"]
+VARIANTS += [name for name in CASES if name.endswith("-weights")]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -45,7 +45,7 @@ def test_shell_blocks_say_what_tests_them_or_what_they_need():
                 assert (ROOT / what).is_file(), (name(page), what)
 
 
-# They export, compile or train models; those that stay have the first lines of the README and of docs/start.
+# They export, compile or train models, or start processes; README and the first page stay.
 SLOW = ("export", "faster", "new-module", "new-toolkit", "pictures", "timm", "transformers", "vit-backbones")
 CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 

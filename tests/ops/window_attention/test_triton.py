@@ -32,7 +32,10 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name, dtype, extents",
-    [pytest.param(*case, id=n, marks=SLOW_INTERPRETED if n == "two images" else ()) for n, case in CASES.items()],
+    [
+        pytest.param(*case, id=n, marks=SLOW_INTERPRETED if n in ("two images", "one pixel") else ())
+        for n, case in CASES.items()
+    ],
 )
 def test_equals_the_reference(name, dtype, extents):
     check(example(name, "tiny", DEVICE, dtype, **extents), "triton", dtype, times=2)
