@@ -139,7 +139,9 @@ def test_a_class_derived_by_the_user_is_copied_as_such():
     assert type(copy.deepcopy(model)[0]) is Own
 
 
-@pytest.mark.parametrize("name, way_back", [("swin", False), ("swin", True), ("torchvision", False)])
+@pytest.mark.parametrize(
+    "name, way_back", [pytest.param("swin", False, marks=pytest.mark.slow), ("swin", True), ("torchvision", False)]
+)
 def test_compiled_code_is_discarded(name, way_back):
     model = MODELS[name][0]().double()  # so that bits show who computes
     with torch.no_grad():
@@ -225,7 +227,7 @@ assert not any(name.startswith("attn_plugins.ops") for name in sys.modules)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["swin", "torchvision"])
+@pytest.mark.parametrize("name", ["swin", pytest.param("torchvision", marks=pytest.mark.slow)])
 def test_traced_files_need_no_attn_plugins(name, tmp_path):
     model = MODELS[name][0]()
     accelerate(model)

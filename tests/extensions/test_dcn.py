@@ -113,7 +113,7 @@ def test_dcnv3_is_the_loops(window):
     check(DCNv3.apply(window, *leaves), by_loops(window, *leaves), leaves)
 
 
-@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("softmax", [True, pytest.param(False, marks=pytest.mark.slow)])
 @windows
 def test_dcnv4_is_the_loops(window, softmax):
     leaves = operands(window)
@@ -254,6 +254,7 @@ def test_dcnv4s_attention_is_that_of_its_softmax():
         torch.testing.assert_close(found, [t.bfloat16() for t in exact] if extra else exact.bfloat16(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_internimage_reads_the_version(python):
     """Its layer imports the extension, then asks pkg_resources for the distribution."""
     pytest.importorskip("pkg_resources", reason="setuptools has no pkg_resources from version 82 on")
@@ -297,7 +298,7 @@ def behind_autograd(name: str, dtype: torch.dtype) -> tuple[Callable[..., Tensor
 
 
 @pytest.mark.parametrize("name", ["dcnv3", "dcnv4", "flash"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_compiled_gradients(name, dtype):
     """torch.compile traces a function of autograd, and gives no gradient to an output that is a tensor twice."""
     torch._dynamo.reset()
@@ -308,6 +309,7 @@ def test_compiled_gradients(name, dtype):
     assert all(grad.any() for grad in found)
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_dcnv3(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install '.[onnx]'")
     given = [t.detach() for t in operands(WINDOWS["same"], torch.float32)]

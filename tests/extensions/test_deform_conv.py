@@ -166,7 +166,7 @@ def test_gradients_are_added_and_scaled():
     torch.testing.assert_close(results[1], 3 + results[0] / 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["DCNv2", "without masks", "with masks"])
 def test_compiled_gradients(name, dtype):
     """torch.compile traces a function of autograd, and gives no gradient to an output that is a tensor twice."""

@@ -95,6 +95,7 @@ class Model(torch.nn.Module):
         return Attend.apply(value, locations, weights)
 
 
+@pytest.mark.slow
 def test_onnx_runtime_computes_the_same(tmp_path):
     """With ``dynamo=False``, a function of autograd needs a ``symbolic``, as behind a compiled extension."""
     onnxruntime = pytest.importorskip("onnxruntime", reason="pip install '.[onnx]'")

@@ -217,11 +217,13 @@ except ImportError as error:
     assert "cannot import name 'na3d'" in python(code).stdout
 
 
+@pytest.mark.slow
 def test_an_installed_one_takes_precedence(python):
     code = "import torch, natten; print(natten.functional.na2d(), hasattr(natten.functional, 'natten2dav'))"
     assert python(code, packages=NEWER).stdout.split() == ["compiled", "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["natten.functional", "attn_plugins.extensions.natten"])
 def test_an_import_adds_what_an_installed_one_lacks(python, first):
     code = f"""

@@ -70,6 +70,7 @@ def test_offered_from_the_import_of_torch_on(python):
     assert lines == [f"{name} True" for name in SERVED]
 
 
+@pytest.mark.slow
 def test_offered_by_an_import_where_autoload_is_off(python):
     off = dict(ATTN_PLUGINS_AUTOLOAD="0")
     done = python(f"import torch\n{SHOW}", packages=PACKAGE, check=False, **off)
@@ -86,19 +87,17 @@ def test_compiled_ones_take_precedence(python):
     assert len(python(f"import torch\n{shown}", packages=compiled).stdout.splitlines()) == len(names)
 
 
+@pytest.mark.slow
 def test_broken_ones_are_not_hidden(python):
     broken = {"MultiScaleDeformableAttention.py": "raise ImportError('undefined symbol')"}
     result = python("import torch, MultiScaleDeformableAttention", packages=broken, check=False)
     assert result.stderr.splitlines()[-1] == "ImportError: undefined symbol"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "folder, statement",
-    [
-        pytest.param("", "import _ext", marks=pytest.mark.slow),
-        ("DCNv2/", "from . import _ext"),
-        pytest.param("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext", marks=pytest.mark.slow),
-    ],
+    [("", "import _ext"), ("DCNv2/", "from . import _ext"), ("lib/models/DCNv2/", "from lib.models.DCNv2 import _ext")],
 )
 def test_ext_is_offered_to_code_that_calls_dcn_v2(python, folder, statement):
     """The call may be in a function of the module that imports it."""
@@ -108,6 +107,7 @@ def test_ext_is_offered_to_code_that_calls_dcn_v2(python, folder, statement):
     python(f"from {folder.replace('/', '.')}dcn_v2 import _DCNv2\n{CONVOLVE}", packages=packages)
 
 
+@pytest.mark.slow
 def test_ext_is_not_offered_to_other_code(python):
     """Other packages have an extension of that name as well, and code that does without it."""
     fallback = "try:\n    {}\nexcept ImportError:\n    print('none')\n"
@@ -129,14 +129,8 @@ DETECTRON2 = {
 }
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param("detectron2.layers", marks=pytest.mark.slow),
-        "detectron2.evaluation",
-        pytest.param("detectron2.evaluation.fast_eval_api", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["detectron2.layers", "detectron2.evaluation", "detectron2.evaluation.fast_eval_api"])
 def test_detectron2_evaluates_with_pycocotools(python, first):
     """It does so where its module of evaluation in C++ has no extension to import; a second import fails as well."""
     code = f"""
@@ -165,6 +159,7 @@ def test_a_compiled_detectron2_keeps_its_evaluation(python):
     assert python(code, packages=packages).stdout.split() == ["fast"]
 
 
+@pytest.mark.slow
 def test_rotated_boxes_say_that_they_are_not_served(python):
     code = """
 import torch, detectron2._C

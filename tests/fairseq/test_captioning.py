@@ -256,6 +256,7 @@ def test_one_modality_is_enough(folder):
         task_of(folder)
 
 
+@pytest.mark.slow
 def test_train_and_generate(tmp_path):
     """Generation uses two checkpoints together."""
     data = write_images(tmp_path / "data")

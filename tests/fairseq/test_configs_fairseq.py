@@ -29,6 +29,7 @@ from tests.fairseq.recipe_helpers import (
 )
 from tests.fairseq.recipe_helpers import composed as composed_of
 from tests.fairseq.recipe_helpers import hydra_main as hydra_main_of
+from tests.helpers.slow_cases import slow_but
 
 CONFIGS = ROOT / "configs/fairseq"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.yaml") if path.stem != "shared")
@@ -68,6 +69,7 @@ def trained(folder: Path) -> tuple[dict[str, Any], Any, Any]:
 def translation(folder: Path) -> tuple[Any, Any, dict[str, Any]]:
     """Return the configuration, the model and the best translation of a sentence of two words."""
     cfg, model, task = trained(folder)
+    cfg.generation.max_len_b = 10  # after one update, no translation ends by itself
     source = task.source_dictionary.encode_line("the cat", append_eos=True, add_if_not_exist=False).long()
     sample = {"net_input": {"src_tokens": source[None], "src_lengths": torch.tensor([len(source)])}}
     hypotheses = task.build_generator([model], cfg.generation).generate([model], sample)
@@ -181,7 +183,11 @@ def test_the_readmes_train_every_recipe_by_one_command():
         assert sorted(recipes) == sorted(trained_by(*row)[0] for row in COMMANDS if row[0] == room)
 
 
-@pytest.mark.parametrize("room, command", COMMANDS)
+# The first of each README.
+FIRST = [next(row for row in COMMANDS if row[0] == room) for room in ROOMS]
+
+
+@pytest.mark.parametrize("room, command", slow_but(FIRST, COMMANDS))
 def test_the_one_line_commands_are_the_recipes(room, command, joined, images):
     """The commands and recipes agree in every field."""
     words = shlex.split(command)[1:]
@@ -203,18 +209,21 @@ def test_the_one_line_commands_are_the_recipes(room, command, joined, images):
 
 
 def documented() -> list[Any]:
-    """Return the README's overrides by recipe. Among rows of one recipe that set the same option, one is not slow."""
+    """Return the READMEs' overrides by recipe. Of those of each recipe and kind of table, the first is not slow."""
     cases, kinds = [], set()
     for section in re.split(r"^## ", ROOMS[""], flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
         for row in table_overrides(section):
-            kind = re.sub(r"=\S+", "", row)
+            kind = recipe[1], row.split(".")[0], row.split("=")[0].rpartition("_")[0]
             marks = [pytest.mark.slow] if kind in kinds else []
             cases.append(pytest.param("", recipe[1], row, marks=marks))
             kinds.add(kind)
     captioning = re.findall(r"`((?:\+\+)?(?:model|criterion)\.[^`]*)`", ROOMS["captioning"])
     for row in sorted({*table_overrides(ROOMS["captioning"]), *captioning}):
-        cases.append(("captioning", "coco_self_critical", row))
+        kind = row.strip("+").split(".")[0]
+        marks = [pytest.mark.slow] if kind in kinds else []
+        cases.append(pytest.param("captioning", "coco_self_critical", row, marks=marks))
+        kinds.add(kind)
     assert len(cases) > 20
     return cases
 
@@ -228,6 +237,7 @@ def test_every_setting_of_a_readme_builds(room, recipe, overrides, joined, image
         tasks.setup_task(cfg.task).build_model(cfg.model)
 
 
+@pytest.mark.slow
 def test_the_console_script(joined, tmp_path):
     """Run the script once as a process from the repository root."""
     command = ["--config-dir", "configs/fairseq", "--config-name", "gettext"]

@@ -29,6 +29,7 @@ from tests.fairseq.fairseq_helpers import (
     sentence,
     step_by_step,
 )
+from tests.helpers.slow_cases import slow_but
 
 BITS = [f"{number:04b}" for number in range(16)]
 KINDS = ["1111", "dynamic", "bilateral", "shaw", "none"]
@@ -237,7 +238,7 @@ def test_attention_dropout_reaches_every_attention(kind):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["1111", "bilateral", "dynamic", "shaw"])
+@pytest.mark.parametrize("kind", slow_but(["dynamic"], ["1111", "bilateral", "dynamic", "shaw"]))
 def test_traced_for_another_batch(kind):
     """fairseq's models have exported methods, for which ``torch.jit`` reads the annotations of every module's class."""
 

@@ -64,6 +64,7 @@ def test_every_spelling_of_our_folder_and_other_folders(python, tmp_path):
     assert "using the installed attn_plugins" in result.stderr
 
 
+@pytest.mark.slow
 def test_modules_that_run_again(python):
     """As by importlib.reload, in notebooks, and after an import that failed halfway."""
     code = """

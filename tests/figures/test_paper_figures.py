@@ -82,7 +82,7 @@ def of_both_sides(attention, **options):
     "setting, options",
     [
         pytest.param("w/o", of_both_sides("none"), marks=pytest.mark.slow),
-        ("1111", of_both_sides("1111")),
+        pytest.param("1111", of_both_sides("1111"), marks=pytest.mark.slow),
         pytest.param("0010 + deformable", of_both_sides("0010", deformable=True), marks=pytest.mark.slow),
         pytest.param("0100 n=13", of_both_sides("0100", attention_range=13), marks=pytest.mark.slow),
         ("dynamic n=25", of_both_sides("dynamic", encoder_kernel_sizes="25", decoder_kernel_sizes="25")),

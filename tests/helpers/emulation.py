@@ -9,8 +9,6 @@ import math
 import mmap
 import shutil
 import sys
-from collections.abc import Collection, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -23,16 +21,6 @@ NEEDS = [
     pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler"),
     pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch's stable ABI begins with 2.10"),
 ]
-
-
-def slow_but(quick: Collection[Any], cases: Sequence[Any]) -> list:
-    """Return the cases of a parametrization, all marked ``slow`` but those in ``quick``."""
-    assert all(case in cases for case in quick), quick
-    as_values = [case if isinstance(case, tuple) else (case,) for case in cases]
-    return [
-        case if case in quick else pytest.param(*values, marks=pytest.mark.slow)
-        for case, values in zip(cases, as_values)
-    ]
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -125,9 +125,9 @@ IDENTITIES = ["BilateralCrissCross2d", "BilateralNonLocal2d", "CrissCrossAttenti
               "NonLocal1d", "NonLocal2d", "NonLocal3d"]  # fmt: skip
 
 
-def often(*names: str, never: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrize a costly test by these variants, and by one of every other class where slow tests run."""
-    others = [name for name in MODULES if name not in (*names, *never)]
+def often(*names: str, seldom: tuple[str, ...] = (), never: tuple[str, ...] = ()) -> pytest.MarkDecorator:
+    """Parametrize a costly test by these variants, and by others and one of every class where slow tests run."""
+    others = [*seldom, *(name for name in MODULES if name not in (*names, *seldom, *never))]
     return pytest.mark.parametrize("name", [*names, *(pytest.param(name, marks=pytest.mark.slow) for name in others)])
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,21 @@ def index_of_configs() -> None:
     from mmengine.config import utils
 
     utils.load = functools.cache(utils.load)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def bases_of_configs() -> None:
+    """Read each of upstream's files once, which many configs have as a base."""
+    from mmengine.config import Config
+
+    read = Config._file2dict
+    kept = functools.cache(read)
+
+    def copied(filename: str, *args: Any, **options: Any) -> Any:
+        upstream = ".mim" in Path(filename).parts
+        return copy.deepcopy(kept(filename, *args, **options)) if upstream else read(filename, *args, **options)
+
+    Config._file2dict = staticmethod(copied)
 
 
 @pytest.fixture(scope="module", autouse=True)

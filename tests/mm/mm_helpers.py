@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from mmdet.structures import DetDataSample
@@ -63,6 +64,24 @@ def narrow(config: Any) -> Any:
     if "neck" in model and "roi_head" in model:
         model.roi_head.bbox_head.fc_out_channels = 64
     return config
+
+
+def shallow(config: Any) -> Any:
+    """Keep at most three layers of a transformer's encoder and decoder, one for each level, and few proposals."""
+    model = config.model
+    for node in dictionaries(model):
+        if "layer_cfg" in node:
+            node["num_layers"] = min(node["num_layers"], 3)
+    if "roi_head" in model:
+        model.train_cfg.rpn_proposal.max_per_img = model.test_cfg.rpn.max_per_img = 50
+        model.train_cfg.rcnn.sampler.num = 32
+    return config
+
+
+def initialize(model: torch.nn.Module) -> None:
+    """Initialize a model without mmengine's record of what changed which parameter, which takes as long again."""
+    with patch("mmengine.model.base_module.update_init_info"), patch("mmengine.model.weight_init.update_init_info"):
+        model.init_weights()
 
 
 def demo_batch(toolkit: str, size: tuple[int, int], count: int = 1, classes: int = 80) -> dict[str, list]:

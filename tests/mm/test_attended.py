@@ -15,7 +15,7 @@ from mmengine.config import Config
 from torch import nn
 
 from attn_plugins.mmcv.replace_attention import MultiScaleDeformableAttention, TokenAttention
-from tests.mm.mm_helpers import upstream
+from tests.mm.mm_helpers import initialize, narrow, upstream
 
 SIZE = (96, 128)
 ENCODER = "encoder.layers.*.self_attn"
@@ -26,6 +26,7 @@ def config(attention: dict[str, Any] | None = None, name="detr/detr_r50_8xb2-150
     for part in ("encoder", "decoder"):
         if part in cfg.model:
             cfg.model[part].num_layers = 2
+    narrow(cfg)
     if attention is not None:
         cfg.model.update(type="Attended", of=of, attention=attention)
     return cfg
@@ -38,7 +39,7 @@ def ours(attention_type="1111", pattern=ENCODER, **options) -> dict[str, Any]:
 def build(attention: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = MODELS.build(config(attention, **options).model)
-    model.init_weights()
+    initialize(model)
     return model
 
 
@@ -115,6 +116,7 @@ def test_a_copy_keeps_its_own_grids():
     assert first._grids is not next(iter(exchanged(model).values()))._grids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention_type", "options"), [("1111", dict()), ("1000", dict(kernel_size=3))])
 def test_a_traced_model_finds_its_maps(attention_type, options):
     """As ``get_flops.py`` of mmdet traces it: sizes of maps are tensors then."""

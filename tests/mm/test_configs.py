@@ -13,10 +13,19 @@ from mmengine.registry import init_default_scope
 from attn_plugins.mmcv.replace_attention import MultiScaleDeformableAttention, TokenAttention
 from attn_plugins.modules import DeformableConv2d, DynamicConv2d, ViTAdapter, ViTPyramid
 from attn_plugins.modules.maps.generalized_attention import GeneralizedAttention2d
-from tests.mm.mm_helpers import ROOT, demo_batch, narrow, training_step, without_downloads, without_gradient
+from tests.mm.mm_helpers import (
+    ROOT,
+    demo_batch,
+    initialize,
+    narrow,
+    shallow,
+    training_step,
+    without_downloads,
+    without_gradient,
+)
 
 CONFIGS = sorted(p for p in (ROOT / "configs/mmdet").glob("*/*.py"))
-SIZE = (96, 128)
+SIZE = (64, 96)
 OURS = (DeformableConv2d, DynamicConv2d, GeneralizedAttention2d, TokenAttention, MultiScaleDeformableAttention,
         ViTAdapter, ViTPyramid)  # fmt: skip
 
@@ -28,8 +37,8 @@ def load(path: Path) -> Config:
         config.model.num_queries = 50  # 900 exceed the number of positions of a small picture
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
         # The size that a batch is padded to; RetinaNet's coarsest level then has 2 × 2 positions.
-        augment.size = (128, 128) if config.model.get("of") == "Mask2Former" else (256, 256)
-    return narrow(without_downloads(config))
+        augment.size = (96, 96) if config.model.get("of") == "Mask2Former" else (160, 160)
+    return shallow(narrow(without_downloads(config)))
 
 
 def picture(config: Config) -> dict:
@@ -43,7 +52,7 @@ def test_a_config_trains_and_infers(path):
     config = load(path)
     model = MODELS.build(config.model)
     check_name(path.stem, config, model.backbone)
-    model.init_weights()
+    initialize(model)
     optimizer = training_step(model, config.optim_wrapper, picture(config))
     assert not without_gradient(model, OURS)
     if "-dcn" in path.stem:

@@ -36,8 +36,15 @@ def randomize(model: torch.nn.Module) -> None:
             parameter.data = 0.1 + 0.1 * torch.rand(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("by", ["drop-in", "accelerate"])
-@pytest.mark.parametrize("name", ["faster-rcnn_r50-attn1111_fpn_1x_coco", "faster-rcnn_r50-attn0010-dcn_fpn_1x_coco"])
+@pytest.mark.parametrize(
+    "name, by",
+    [
+        ("faster-rcnn_r50-attn1111_fpn_1x_coco", "drop-in"),
+        pytest.param("faster-rcnn_r50-attn1111_fpn_1x_coco", "accelerate", marks=pytest.mark.slow),
+        pytest.param("faster-rcnn_r50-attn0010-dcn_fpn_1x_coco", "drop-in", marks=pytest.mark.slow),
+        ("faster-rcnn_r50-attn0010-dcn_fpn_1x_coco", "accelerate"),
+    ],
+)
 def test_upstream_config_has_the_same_outputs_and_gradients(name, by):
     torch.manual_seed(0)
     model = MMDET_MODELS.build(narrow(name).model).eval()
@@ -150,6 +157,7 @@ def test_a_layer_answers_in_the_format_of_its_input(name):
     assert has_format(STOCK[name](in_channels=16, **LAYERS[name])(torch.randn(2, 16, 6, 6)), "contiguous")
 
 
+@pytest.mark.slow
 def test_one_line_over_an_upstream_config_and_toolkits_that_are_imported_later(python, tmp_path):
     """The line imports no toolkit; one that is not installed is ignored."""
     (tmp_path / "mine.py").write_text(

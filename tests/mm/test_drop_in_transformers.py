@@ -119,7 +119,7 @@ MORE = {  # of the kinds above
         "maskformer/maskformer_r50-d32_8xb2-160k_ade20k-512x512",
     ],
 }
-CASES = [("mmdet", name) for name in MMDET]
+CASES = [pytest.param("mmdet", name, marks=pytest.mark.slow if name.startswith("maskformer") else ()) for name in MMDET]
 CASES += [pytest.param(package, name, marks=pytest.mark.slow) for package, names in MORE.items() for name in names]
 
 

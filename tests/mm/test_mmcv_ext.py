@@ -385,6 +385,7 @@ def test_other_operators_say_how_to_get_them() -> None:
     assert not hasattr(mmcv_ext, "__wrapped__")
 
 
+@pytest.mark.slow
 def test_not_imported_beside_a_compiled_extension(tmp_path: Path) -> None:
     (tmp_path / "_ext.py").write_text("def __getattr__(name):\n    return print\n")
     code = (

@@ -82,6 +82,7 @@ for file in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_mmdet_page(tmp_path):
     """In a process of their own, since the second one replaces mmcv's layers."""
     page, files = (ROOT / "docs/start/mmdet.md").read_text(), []

@@ -176,5 +176,6 @@ REPEATED = """
 """
 
 
+@pytest.mark.slow
 def test_a_repeated_import_registers_again(python):
     python(textwrap.dedent(REPEATED))

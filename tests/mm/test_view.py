@@ -78,6 +78,7 @@ def saved(text: str, tmp_path) -> list:
     return [tmp_path / "model.py", tmp_path / "cat.png", "--checkpoint", tmp_path / "model.pth"]
 
 
+@pytest.mark.slow
 def test_a_deformable_encoder(tmp_path, capsys):
     arguments = saved(SMALL, tmp_path)
     assert run(arguments[0], "--list") == 0

@@ -24,6 +24,7 @@ from tests.helpers.memory_format_checks import FORMATS, check_memory_format, has
 from tests.helpers.module_inputs import INPUTS, inputs
 from tests.helpers.operator_checks import DEVICES
 from tests.helpers.public_modules import IDENTITIES, MODULES, VARIANTS, public_modules
+from tests.helpers.slow_cases import slow_but
 from tests.helpers.wrappers import Rotated, exchanged
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
@@ -97,7 +98,7 @@ def test_float64_stays_float64_inside(name):
         assert (actual[key] - wanted).abs().max() <= 1e-12 * size[key.split()[0]], key
 
 
-@every_variant
+@pytest.mark.parametrize("name", slow_but([name for name in VARIANTS if name != "ViTAdapter"], [*VARIANTS]))
 def test_gradients_of_both_orders(name):
     """Finite differences along random directions, of all inputs and parameters; every parameter learns.
 

@@ -17,6 +17,7 @@ HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
 OF_ALL = "every_public", "every_module", "keyword_only", "buffers_follow", "print_differently"
 
 
+@pytest.mark.slow
 def test_all_that_is_asked_of_public_modules():
     """In a process of its own, whose tables have the module before the tests read them; slow tests as well."""
     files = [str(file) for file in sorted(HERE.glob("test_*.py")) if file != Path(__file__)]

@@ -159,6 +159,7 @@ def test_a_refusal_is_logged_once(caplog):
 TABLE = [backends.Backend("last", backends.never, None, None)]
 
 
+@pytest.mark.slow
 def test_operators_are_imported_under_torch_2_1(python):
     """Which has no names of SDPA's backends."""
     python("import torch; del torch._C._SDPBackend; import attn_plugins.ops")

@@ -43,5 +43,6 @@ def test_kernels_compile_for_amd(compiling, architecture):
     compiling(f"from tests.ops import triton_compilations as t\nt.all_kernels_compile_for_amd({architecture!r})")
 
 
+@pytest.mark.slow
 def test_a_kernel_compiles_for_amd(compiling):
     compiling("from tests.ops import triton_compilations as t\nt.one_kernel_compiles_for_amd()")

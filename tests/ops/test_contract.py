@@ -109,8 +109,14 @@ def opcheck(operator: Callable, arguments: tuple, grad: bool) -> None:
 @pytest.mark.parametrize(
     "name, dtype",
     [
-        *((n, torch.float32) for n in EXAMPLES if n in OPERATORS or "se" in n or "inside" in n),
-        ("deform_conv2d", torch.bfloat16),
+        *((n, torch.float32) for n in OPERATORS if n != "deform_conv1d"),
+        pytest.param("deform_conv1d", torch.float32, marks=pytest.mark.slow),
+        *(
+            pytest.param(n, torch.float32, marks=pytest.mark.slow)
+            for n in EXAMPLES
+            if n not in OPERATORS and ("se" in n or "inside" in n)
+        ),
+        pytest.param("deform_conv2d", torch.bfloat16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -147,11 +153,9 @@ def test_autocast(name, device):
     assert_close(actual, expected, 3e-2)
 
 
-QUICK = ("global_attention", "sequence_attention", "deform_conv2d")
-
-
+@pytest.mark.slow
 @every_device
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS])
+@every_operator
 def test_compiled_to_one_graph(name, device):
     """Outputs and gradients are those of eager mode, for any size."""
     torch._dynamo.reset()
@@ -173,8 +177,8 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    "name", [*OPERATORS, "global_attention, prefix", "sequence_attention, range", "sequence_attention, segments",
-           "window_attention, inside"]
+    "name", [*OPERATORS, pytest.param("global_attention, prefix", marks=pytest.mark.slow),
+           "sequence_attention, range", "sequence_attention, segments", "window_attention, inside"]
 )  # fmt: skip
 def test_exports(name):
     """Attention exports for any size, but for the taps of a range."""
@@ -191,8 +195,8 @@ def test_exports(name):
 @pytest.mark.parametrize(
     "name",
     [
-        "window_attention", "sequence_attention, range",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS if n != "window_attention"),
+        "sequence_attention, range",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in OPERATORS),
     ],
 )  # fmt: skip
 def test_onnx_runtime_gives_the_same(name, tmp_path):

@@ -31,6 +31,7 @@ SINGLE, HALF, BRAIN, DOUBLE = torch.float32, torch.float16, torch.bfloat16, torc
 ATTEND_IN_TRITON = ["global_attention", "sequence_attention", "criss_cross_attention, content", "window_attention"]
 LOGITS_IN_TRITON = [n for n in ATTEND_IN_TRITON if "content" not in n]
 ONE_EACH = [*ATTEND_IN_TRITON, "deformable_attention"]  # of Triton's
+GLOBAL = ["global_attention"]  # the quickest
 IN_TRITON = [n for n in EXAMPLES if n.startswith(("global", "sequence", "window")) or n in ONE_EACH[2:]]
 ATTENTION = [n for n in EXAMPLES if "attention" in n and "deformable" not in n and "prefix" not in n]
 Row = tuple[str, "str | None", str, torch.dtype]
@@ -68,18 +69,24 @@ def rows(
     dtypes: Sequence[torch.dtype] = (DOUBLE,),
     in_triton: Sequence[str] = (),
     quick: Mapping[str, torch.dtype] | None = None,
+    quick_in_triton: Sequence[str] | None = None,
 ) -> list:
     """Return calls by each backend on CPUs, by the first on a GPU, and by Triton, in float32 where it takes that.
 
-    CUDA's kernels are emulated as well, which takes a minute to compile.
+    CUDA's kernels are emulated as well, which takes a minute to compile. In Triton's interpreter all but
+    ``quick_in_triton``, if given, are slow.
     """
     listed: list = [(n, backend, "cpu", dtype) for n in names for backend in plain_backends(n) for dtype in dtypes]
     listed += [pytest.param(n, FIRST, "cuda", dtype, marks=pytest.mark.cuda) for n in names for dtype in dtypes]
     listed += emulated(names, dtypes, quick or {})
     for n in in_triton:
         row = n, "triton", triton_checks.DEVICE, HALF if n.startswith("criss_cross") else SINGLE
-        listed.append(pytest.param(*row, marks=triton_checks.needs_triton))
+        listed.append(pytest.param(*row, marks=in_triton_marks(quick_in_triton is None or n in quick_in_triton)))
     return listed
+
+
+def in_triton_marks(quick: bool) -> list:
+    return [triton_checks.needs_triton, *([] if quick else triton_checks.SLOW_INTERPRETED)]
 
 
 def by_row(*args, **kwargs):
@@ -119,14 +126,16 @@ def check(some: Example, backend: str | None, dtype: torch.dtype, times: float =
     return actual
 
 
+# One of each operator; tests of its own kernels have more.
+QUICK_IN_TRITON = [n for n in ONE_EACH if n != "window_attention"] + ["window_attention, position"]
 HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF, HALF)))
 
 
 @pytest.mark.parametrize(
     "name, backend, device, dtype",
     [
-        *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON, quick=QUICK),
-        *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=triton_checks.needs_triton)
+        *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON, quick=QUICK, quick_in_triton=QUICK_IN_TRITON),
+        *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=in_triton_marks(n == "global_attention"))
           for n, d in HALVES_IN_TRITON),
     ],
     ids=str,
@@ -169,7 +178,9 @@ LEADING = dict(global_attention="row_logits", sequence_attention="position_logit
 WITH_LOGITS = [n for n in ATTENTION if not any(word in n for word in ("content", "band", "range"))]
 
 
-@by_row(WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=LOGITS_IN_TRITON, quick=QUICK)
+@by_row(
+    WITH_LOGITS, dtypes=(DOUBLE, SINGLE, HALF, BRAIN), in_triton=LOGITS_IN_TRITON, quick=QUICK, quick_in_triton=GLOBAL
+)
 def test_masks_and_extreme_logits(name, backend, device, dtype):
     """Fully masked queries return zeros and have no gradients; queries of one key return its value."""
     some = drawn(name, backend, device, dtype, **dict(B=2, M=2, d=8))
@@ -193,7 +204,7 @@ def test_masks_and_extreme_logits(name, backend, device, dtype):
 WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
 
 
-@by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON)
+@by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON, quick_in_triton=ATTEND_IN_TRITON[:3])
 def test_scales_of_zero_and_below_equal_the_reference(name, backend, device, dtype):
     """A scale of 0 makes no use of uninitialized memory, which deterministic mode fills with NaN."""
     some = drawn(name, backend, device, dtype)
@@ -220,7 +231,7 @@ def test_nan_is_not_hidden(name, backend, device, dtype):
     assert output.isfinite().all()
 
 
-@by_row(ATTENTION, in_triton=LOGITS_IN_TRITON)
+@by_row(ATTENTION, in_triton=LOGITS_IN_TRITON, quick_in_triton=GLOBAL)
 def test_logits_broadcast(name, backend, device, dtype):
     """Logits of size 1 in batch, heads or queries give what expanded ones give; their gradient is the sum."""
     some = drawn(name, backend, device, dtype)
@@ -276,7 +287,7 @@ TRITONS = {
 }
 
 
-@by_row(in_triton=ONE_EACH)
+@by_row(in_triton=ONE_EACH, quick_in_triton=GLOBAL)
 def test_views_give_what_copies_give(name, backend, device, dtype):
     # Few queries read keys and values in place, unless either is strided; position logits likewise without a mask.
     kept = ["key", "value"] if name.startswith("sequence") and backend == "cpu" else []
@@ -296,7 +307,7 @@ def test_views_give_what_copies_give(name, backend, device, dtype):
         assert all(torch.equal(t, before[n]) for n, t in views.items()), layout
 
 
-@by_row(in_triton=ONE_EACH, quick=QUICK)
+@by_row(in_triton=ONE_EACH, quick=QUICK, quick_in_triton=["criss_cross_attention, content"])
 def test_only_wanted_gradients(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)
     expected = results(some)
@@ -323,8 +334,9 @@ def definition(operator: Operator, terms: Any, options: Any, grad_output: Tensor
 PAIRS = [
     *((n, *pair, SINGLE) for n in OPERATORS if "1d" not in n for pair in (("cpu", "eager"), ("eager", "cpu"))
       if "cpu" in plain_backends(n)),
-    *(pytest.param(n, *pair, HALF, marks=triton_checks.needs_triton) for n in ONE_EACH
-      for pair in (("triton", "eager"), ("eager", "triton"))),
+    *(pytest.param(n, "triton", "eager", HALF, marks=triton_checks.needs_triton) for n in ONE_EACH),
+    *(pytest.param(n, "eager", "triton", HALF, marks=in_triton_marks(n in GLOBAL))
+      for n in ONE_EACH),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from tests.helpers import triton_checks
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.deform_conv.operands import GEOMETRIES as DEFORMED
 from tests.ops.test_contract import example
-from tests.ops.test_contract_backends import DOUBLE, HALF, ONE_EACH, SINGLE, check, plain_backends
+from tests.ops.test_contract_backends import DOUBLE, HALF, ONE_EACH, SINGLE, check, in_triton_marks, plain_backends
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 GLOBAL = [
@@ -53,8 +53,17 @@ EXTENTS: dict[str, list[dict]] = {
 }  # fmt: skip
 
 
+def extents_of(name: str, backend: str) -> list:
+    """Return cases; those of many channels take seconds by PyTorch's and torchvision's operators, and are slow."""
+
+    def marks(extents: dict) -> list:
+        return [pytest.mark.slow] if extents.get("C", 0) >= 70 and backend != "cpu" else []
+
+    return [pytest.param(name, backend, extents, marks=marks(extents)) for extents in EXTENTS[name]]
+
+
 @pytest.mark.parametrize(
-    "name, backend, extents", [(n, b, e) for n in EXTENTS for b in plain_backends(n) for e in EXTENTS[n]], ids=str
+    "name, backend, extents", [case for n in EXTENTS for b in plain_backends(n) for case in extents_of(n, b)], ids=str
 )
 def test_extents_around_blocks_and_vectors(name, backend, extents):
     dtypes = (SINGLE,) if math.prod(extents.get(n, 1) for n in "TS") > 10000 else (DOUBLE, SINGLE)
@@ -77,7 +86,7 @@ EMPTY = {
     "name, backend, extents",
     [
         *((n, backend, e) for n in EMPTY for backend in plain_backends(n) for e in EMPTY[n]),
-        *(pytest.param(n, "triton", e, marks=triton_checks.needs_triton)
+        *(pytest.param(n, "triton", e, marks=in_triton_marks(n == "global_attention" or e.get("d") != 0))
           for n in [*ONE_EACH, "window_attention, content"] for e in EMPTY.get(n, ())
           if n != ONE_EACH[2] or "dv" in e),
     ],

@@ -32,6 +32,7 @@ def test_fvcore_counts_multiply_adds_and_outputs(name):
     assert len(expected) != 1 or [kept[key] for key in expected] == [model(*inputs).numel()]
 
 
+@pytest.mark.slow
 def test_counters_are_not_imported_and_may_be_imported_later(python):
     python(
         "import sys, attn_plugins.ops\n"

@@ -23,9 +23,9 @@ def there(python):
 
 
 OPERATORS = "checks.operators(); checks.autocast(); checks.few_calls()"
-OTHERS = pytest.param("checks.modules(others=True)", marks=pytest.mark.slow)
+MODULES = [pytest.param(f"checks.modules({others})", marks=pytest.mark.slow) for others in ("", "others=True")]
 
 
-@pytest.mark.parametrize("code", [OPERATORS, "checks.modules()", OTHERS])
+@pytest.mark.parametrize("code", [OPERATORS, *MODULES])
 def test_runs(code, there):
     there(f"from tests.helpers import other_device_checks as checks; {code}")

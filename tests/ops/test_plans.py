@@ -11,14 +11,15 @@ from attn_plugins import ops
 from attn_plugins.core import backends, plans
 from attn_plugins.core.operator import OPERATORS as operators
 from tests.helpers.triton_checks import DEVICE, needs_triton, randn
-from tests.ops.test_contract_backends import IN_TRITON, check, drawn
+from tests.ops.test_contract_backends import IN_TRITON, check, drawn, in_triton_marks
 from tools.bench.measure import served_by
 
 pytestmark = needs_triton
 SEQUENCE = (2, 1, 12)
+QUICK = ["global_attention", "sequence_attention, causal band"]
 
 
-@pytest.mark.parametrize("name", IN_TRITON)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=in_triton_marks(n in QUICK)) for n in IN_TRITON])
 def test_calls_repeat(name, monkeypatch):
     dtype = torch.float16 if name.startswith("criss_cross") else torch.float32
     some = drawn(name, "triton", DEVICE, dtype)

@@ -12,7 +12,8 @@ import torch
 
 from attn_plugins.ops.sequence_attention import triton
 from tests.helpers.operator_checks import DEVICES
-from tests.helpers.triton_checks import DEVICE, needs_triton
+from tests.helpers.slow_cases import slow_but
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton
 from tests.ops import contract_examples
 from tests.ops.contract_examples import EXAMPLES
 from tests.ops.test_contract import differentiate, forced
@@ -45,8 +46,12 @@ CASES = [
 ]
 
 
+# 64 keys of criss-cross attention take seconds, in halves as in float32.
+QUICK = [case for case in CASES if case[:2] != ("criss_cross_attention", 64) or case[3] == torch.float32]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name, keys, size, dtype, backend", CASES, ids=str)
+@pytest.mark.parametrize("name, keys, size, dtype, backend", slow_but(QUICK, CASES), ids=str)
 def test_errors_are_those_of_the_definition(name, keys, size, dtype, backend, device):
     check(name, keys, size, dtype, backend, device)
 
@@ -57,10 +62,11 @@ CRISS_CROSS = "criss_cross_attention, content"
 INTERPRETED = [
     ("global_attention", 8, torch.float16, True, 1000),
     pytest.param("global_attention", 2, torch.float32, True, 30, marks=SLOW),
-    ("sequence_attention", 8, torch.bfloat16, True, 1000),
+    pytest.param("sequence_attention", 8, torch.bfloat16, True, 1000, marks=SLOW_INTERPRETED),
     pytest.param("sequence_attention", 1, torch.float32, True, 1, marks=SLOW),
-    ("sequence_attention", 2, torch.float16, False, 1000),  # not by the kernel of windows
-    (CRISS_CROSS, 2, torch.float16, True, 1000),
+    # Not by the kernel of windows.
+    pytest.param("sequence_attention", 2, torch.float16, False, 1000, marks=SLOW_INTERPRETED),
+    pytest.param(CRISS_CROSS, 2, torch.float16, True, 1000, marks=SLOW_INTERPRETED),
     pytest.param(CRISS_CROSS, 8, torch.bfloat16, True, 1000, marks=SLOW),
     *(pytest.param("global_attention", 64, dtype, True, 1000, marks=SLOW) for dtype in (torch.float32, *HALVES)),
     *(pytest.param("sequence_attention", 64, dtype, windows, 1000, marks=SLOW)

@@ -184,7 +184,7 @@ def test_autocast(name):
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("name", ["sequence_attention", "deform_conv2d"])
+@pytest.mark.parametrize("name", ["deform_conv2d", pytest.param("sequence_attention", marks=pytest.mark.slow)])
 def test_compiled(name):
     torch._dynamo.reset()
     call = Call(name)

@@ -57,6 +57,7 @@ def test_without_triton(monkeypatch):
         assert triton_launch.refusal(torch.zeros(1)) == "Triton is not installed"
 
 
+@pytest.mark.slow
 @needs_triton
 def test_another_triton(monkeypatch, python):
     """Before 3.3, some kernels do not compile; one for another Python does not load."""

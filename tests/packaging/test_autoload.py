@@ -73,6 +73,7 @@ def test_a_failing_adapter_warns_once_and_breaks_nothing(python):
     assert result.stderr.count("attn_plugins is not available in timm") == 1
 
 
+@pytest.mark.slow
 def test_a_failing_toolkit_fails_as_without_us(python):
     broken = {"timm/__init__.py": "import torch\nfrom . import models", "timm/models.py": "raise KeyError('theirs')"}
     code = f"import sys, torch\ntry:\n    import timm\nexcept KeyError as e: print(e)\n{LOADED}\n{FINDERS}"
@@ -121,12 +122,14 @@ class TestMmcvExtension:
         expected = ["not compiled: attn_plugins stands in", "attn_plugins.mmcv_ext.boxes", "mmcv._ext"]
         assert result.stdout.splitlines() == expected
 
+    @pytest.mark.slow
     def test_a_compiled_one_takes_precedence(self, python):
         result = python(
             f"import torch, mmcv\n{self.show}", packages={**self.packages, "mmcv/_ext.py": "nms = 'compiled'"}
         )
         assert result.stdout.split() == ["compiled"]
 
+    @pytest.mark.slow
     def test_a_broken_one_is_not_hidden(self, python):
         broken = {"mmcv/_ext.py": "raise ImportError('undefined symbol')"}
         result = python(f"import torch, mmcv\n{self.show}", packages={**self.packages, **broken}, check=False)
@@ -149,6 +152,7 @@ class TestMmengine:
     distribution = {"mmsegmentation-1.dist-info/METADATA": "Metadata-Version: 2.1\nName: mmsegmentation\nVersion: 1\n"}
     show = "from mmengine.config.utils import MODULE2PACKAGE as m\nprint(m['mmseg'], m['mmdet'])"
 
+    @pytest.mark.slow
     def test_repaired_where_the_distribution_is_missing(self, python):
         """Where torch comes first, :meth:`test_a_stock_config_resolves` shows it."""
         result = python(f"import mmengine.config.utils, torch\n{self.show}", packages={**self.packages, **self.mmseg})

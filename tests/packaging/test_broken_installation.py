@@ -96,7 +96,7 @@ BREAKS = {
 @pytest.mark.parametrize(
     "kind, damage",
     [
-        ("editable", "checkout removed"),
+        pytest.param("editable", "checkout removed", marks=pytest.mark.slow),
         ("wheel", "misspelt"),
         pytest.param("editable", "moved", marks=pytest.mark.slow),
         pytest.param("editable", "half deleted", marks=pytest.mark.slow),
@@ -114,7 +114,8 @@ def test_torch_imports(environment, kind, damage):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", [pytest.param("editable", marks=pytest.mark.slow), "wheel"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["editable", "wheel"])
 def test_toolkits_work_without_our_operators(environment, kind):
     """A whole installation, one without the operators, and none, whose warning the switch silences."""
     python, package = environment(kind)

@@ -102,6 +102,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 def test_broken_toolkits_are_named_with_what_mends_them(python):
     code = (
         "from attn_plugins import doctor; from attn_plugins.install import checks\n"

@@ -186,6 +186,7 @@ def test_every_message_is_raised_here_or_the_reason_is_known():
     assert sorted(listed) == sorted([*CASES, *ELSEWHERE])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="children are forked")
 def test_the_pages_lines_mend_what_is_raised_without_them(python):
     pytest.importorskip("torchvision")

@@ -102,6 +102,7 @@ def test_extras_name_the_lines_of_the_toolkits(toolkit):
     assert {line.name for line in lines} <= needed_by({canonicalize_name(Requirement(text).name) for text in texts})
 
 
+@pytest.mark.slow
 def test_every_toolkit_ends_with_known_checks():
     for toolkit in TOOLKITS:
         assert set(command.CHECKED.get(toolkit, command.MM)) <= set(checks.CHECKS)

@@ -45,7 +45,8 @@ def test_shell_blocks_say_what_tests_them_or_what_they_need():
                 assert (ROOT / what).is_file(), (name(page), what)
 
 
-SLOW = ("export",)  # it compiles and exports whole models, for more than a minute
+# They export, compile or train models, or start processes; README and the first page stay.
+SLOW = ("export", "faster", "new-module", "new-toolkit", "pictures", "timm", "transformers", "vit-backbones")
 CASES = [pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else ()) for page in WITH_CODE]
 
 
@@ -59,6 +60,7 @@ def test_code_runs(page, tmp_path):
     run(text, tmp_path)
 
 
+@pytest.mark.slow
 def test_code_of_the_export_page_runs_but_for_compilation_and_onnx(tmp_path):
     """The blocks that take seconds, with the model of the first one."""
     first, exported, traced, _, tensorrt = (

@@ -146,6 +146,7 @@ def test_copies_and_half_precision():
     torch.testing.assert_close(model.bfloat16()(x.bfloat16()).float(), expected, **tolerance)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compile_with_symbolic_sizes():
     """There are no graph breaks. timm's own layers recompile for another size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.helpers import replacement
 from tests.helpers.replacement import Layer, Scenario, all_parts_called, drawn, rand, verdict
+from tests.helpers.slow_cases import slow_but
 from tests.helpers.small_vits import SMALL, build
 
 SWIN = dict(img_size=(32, 64), window_size=4, embed_dim=16, depths=(2,), num_heads=(2,), num_classes=5)
@@ -31,7 +33,7 @@ def our(name: str, options: dict, ours: str | None = None, marks: str = "attenti
 
 
 def vit(layer: str | None, **options) -> Layer:
-    return pair(lambda: build(None), lambda: build(layer, **options), SMALL["img_size"], "attention")
+    return pair(lambda: build(None, depth=1), lambda: build(layer, depth=1, **options), SMALL["img_size"], "attention")
 
 
 MODELS = {
@@ -54,7 +56,12 @@ SCENARIOS: dict[str, Scenario] = OF_ATTENTION | {
 CASES = [(model, scenario) for model in MODELS for scenario in SCENARIOS if model != "ResNet" or scenario == "offload"]
 
 
-@pytest.mark.parametrize("model, scenario", CASES)
+# Hooks of models whose attention has them in another one.
+HOOKED = [("Swin V2", "attn1000", "attn_bilateral", "TimeSformer"), ("forward_hooks", "backward_hooks")]
+QUICK = [case for case in CASES if case not in itertools.product(*HOOKED)]
+
+
+@pytest.mark.parametrize("model, scenario", slow_but(QUICK, CASES))
 def test_as_timms(model, scenario):
     works = (model, scenario) == ("Swin V2", "quantize_dynamic")  # timm reads the weight of its projection
     assert verdict(MODELS[model], SCENARIOS[scenario]) == ("works" if works else "as stock")

@@ -19,6 +19,7 @@ from attn_plugins.timm import accelerate
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
 from tests.helpers.replacement import C, Layer, Watch, all_parts_called, drawn, rand, verdict, without_ours
+from tests.helpers.slow_cases import slow_but
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 MODULE = import_module("attn_plugins.timm.accelerate")  # the package has a function of this name
@@ -86,7 +87,7 @@ def test_where_ours_run(name, dtype, tf32, training, prediction, monkeypatch):
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("cuda_kernels")
 def test_exports_keep_ours(strict):
     """Only eager calls were measured."""
@@ -123,8 +124,11 @@ def test_an_attention_of_ours_is_not_asked_for(monkeypatch):
 SCENARIOS = ("forward hooks", "backward hooks", "replaced children", "LoRA-like wrappers", "`torch.compile`")
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("name", BLOCKS)
+CASES = [(name, scenario) for name in BLOCKS for scenario in SCENARIOS]
+QUICK = [case for case in CASES if case != ("Swin V2", "`torch.compile`")]
+
+
+@pytest.mark.parametrize("name, scenario", slow_but(QUICK, CASES))
 def test_hooks_and_replaced_parts_where_stock_is_chosen(name, scenario, monkeypatch):
     monkeypatch.setattr(MODULE, "stock_is_faster", lambda *args: True)
     layer = Layer(lambda: drawn(all_parts_called(block(name))), ours, lambda: (rand(2, 8, 8, C),), "sequence_attention")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import attn_plugins.timm  # noqa: F401 - registers the models
 from attn_plugins.timm.swin import WIDTHS, SwinAttention
+from tests.helpers.slow_cases import slow_but
 
 NAMES = {f"attn_swin_{size}_patch4_window7_224": f"swin_{size}_patch4_window7_224" for size in WIDTHS} | {
     f"attn_swinv2_{size}_window8_256": f"swinv2_{size}_window8_256" for size in WIDTHS
@@ -39,7 +40,7 @@ def close(actual: Tensor, expected: Tensor) -> bool:
     return torch.allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but([name for name in NAMES if "_tiny" in name], NAMES))
 def test_timms_weights_and_configuration_fit(name):
     with torch.device("meta"):
         ours, stock = timm.create_model(name), timm.create_model(NAMES[name])
@@ -79,7 +80,11 @@ def test_the_draw_is_timms(name):
 
 
 @pytest.mark.parametrize(
-    "name, position", [(V2, "none"), *((name, kind) for name in (V1, V2) for kind in ("relative", "bilateral"))]
+    "name, position",
+    slow_but(
+        [(V2, "none"), (V1, "bilateral"), (V2, "relative")],
+        [(V2, "none"), *((name, kind) for name in (V1, V2) for kind in ("relative", "bilateral"))],
+    ),
 )
 def test_other_positions_and_no_shift(name, position, tmp_path):
     """Such models differ, and load timm's weights where they fit."""
@@ -176,6 +181,7 @@ def test_set_input_size_changes_windows_as_in_timm(name):
         assert ({m.shift_size for m in layers} != {(0, 0)}) == shifted
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_trace_of_bilateral_windows_serves_other_sizes():
     """Their masks, unlike those of tables alone, are one for each group of windows."""

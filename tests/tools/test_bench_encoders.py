@@ -29,7 +29,12 @@ def pytorchs_products():
     room.built.cache_clear()
 
 
-@pytest.mark.parametrize("title", room.ENCODERS)
+ROWS = ("Swin-T of torchvision", "ASPP by torchvision's function")
+
+
+@pytest.mark.parametrize(
+    "title", [title if title in ROWS else pytest.param(title, marks=pytest.mark.slow) for title in room.ENCODERS]
+)
 def test_both_compute_the_same(one_thread, monkeypatch, title):
     _, channels, *_ = room.ENCODERS[title].shape
     # transformers' Swin fails on maps that are smaller than its windows.

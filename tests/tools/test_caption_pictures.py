@@ -22,6 +22,7 @@ from tools.pictures import BadPicture, open_picture
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_captions_are_those_of_fairseq_generate(captioned, tmp_path, capsys):
     paths = ["semantic", "show_attend_tell", "entangled:other:visual"]
     names, commands, distinct = ["000005", "000011"], [], set()

@@ -41,6 +41,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 def test_models_stay_cheap():
     pytest.importorskip("timm")
     pytest.importorskip("triton")

@@ -21,6 +21,7 @@ from timm.optim import create_optimizer_v2, optimizer_kwargs  # noqa: E402
 from timm.scheduler import create_scheduler_v2  # noqa: E402
 from timm.scheduler.scheduler_factory import scheduler_kwargs  # noqa: E402
 
+from tests.helpers.slow_cases import slow_but  # noqa: E402
 from tools.demo_quick import write_digits  # noqa: E402
 from tools.train.config import load  # noqa: E402
 
@@ -88,7 +89,7 @@ def test_optimizer_and_schedule(name):
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate, rel=2e-3, abs=1e-9)
 
 
-@pytest.mark.parametrize(("file", "options"), ROWS)
+@pytest.mark.parametrize(("file", "options"), slow_but(ROWS[::3], ROWS))
 def test_a_documented_model_takes_a_step(file, options):
     name, *pairs = options.removeprefix("--model ").replace("--model-kwargs ", "").replace('"', "").split()
     arguments = {}

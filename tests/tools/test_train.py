@@ -120,9 +120,9 @@ def test_padded_crops_shift_by_an_eighth():
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        ("cifar100_aa_wide_resnet28_10", ()),
+        pytest.param("cifar100_aa_wide_resnet28_10", (), marks=pytest.mark.slow),
         ("cifar100_wide_resnet28_10", ("attn_layer=se", "attn_args.rd_divisor=1")),
-        ("cifar100_wide_resnet28_10", ("attn_layer=ge", "attn_args.use_mlp=false")),
+        pytest.param("cifar100_wide_resnet28_10", ("attn_layer=ge", "attn_args.use_mlp=false"), marks=pytest.mark.slow),
     ],
 )
 def test_cifar_recipes(name, attention, digits, tmp_path):
@@ -184,6 +184,7 @@ def test_weights_that_are_not_finite_are_not_kept(digits, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bad_data(digits, tmp_path, capsys):
     def error_of(root: Path, config: Path = DIGITS) -> str:
         assert run(config, root, tmp_path / "out", "epochs=1", "workers=1") == 2

@@ -145,6 +145,7 @@ def test_parts_multiply_to_the_whole_attention(name, options, size, titles, phot
 # --- files --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_grid_for_every_stage(photograph, tmp_path, capsys):
     picture, output = tmp_path / "cat <1>.png", tmp_path / "out"
     Image.open(photograph).save(picture)
@@ -163,6 +164,7 @@ def test_a_grid_for_every_stage(photograph, tmp_path, capsys):
     assert "cat <1>" not in text
 
 
+@pytest.mark.slow
 def test_logits_of_one_term_have_no_parts(photograph, tmp_path, capsys):
     arguments = ["--parts", "--input-size", 32, 32, "--layers", "layer4.2.*", "--model-args", "attention_type='1000'"]
     assert run("attn_resnet50", photograph, *arguments, "--output", tmp_path) == 0
@@ -188,6 +190,7 @@ def test_a_trained_checkpoint_brings_its_own_arguments_and_size(trained, photogr
     assert models.load_timm("aa_wide_resnet28_10", trained, {})[0].num_classes == 3
 
 
+@pytest.mark.slow
 def test_so_does_a_checkpoint_of_timms_train_py(photograph, tmp_path, monkeypatch, capsys):
     """Saved by timm's own class; its options are those of train.py's parser that describe the model."""
     monkeypatch.chdir(tmp_path)

@@ -153,6 +153,7 @@ def test_compiled_exported_and_traced_models_equal_torchvision(tmp_path):
         torch.testing.assert_close(function(x), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_by_either_exporter(tmp_path):
     """Without acceleration, ``dynamo=False`` has no translation of torchvision's operator."""

@@ -43,7 +43,7 @@ def runs_ours(module: nn.Module, x: Tensor) -> bool:
     return watch.seen
 
 
-@pytest.mark.parametrize("version, column", cells(KINDS))
+@pytest.mark.parametrize("version, column", cells(KINDS, non_finite=["v1"]))
 def test_each_cell_of_the_table_is_what_happens(version, column):
     matrix = Layer(layer(version), ours, lambda: (rand(2, 7, 9, C),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[version])[column]

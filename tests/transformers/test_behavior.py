@@ -61,7 +61,7 @@ def test_gradients_of_one_image(family):
     assert_same(gradients[1], gradients[0], 1e-9)
 
 
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("family", KINDS)
 def test_hooks_are_called(family, hook, first):
@@ -218,7 +218,7 @@ class Sizes(nn.Module):
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", ["mask2former", "rt_detr_v2"])
+@pytest.mark.parametrize("family", ["mask2former", pytest.param("rt_detr_v2", marks=pytest.mark.slow)])
 def test_traced_models_equal_stock_at_other_sizes(family):
     model = build(family)
     pictures, others = torch.randn(2, 2, 3, 64, 96)

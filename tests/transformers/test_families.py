@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attn_plugins.replacement import is_replaced
 from attn_plugins.transformers import accelerate
 from attn_plugins.transformers.places import DEFORMABLE
+from tests.helpers.slow_cases import slow_but
 from tests.transformers.families import INSTALLED, build, inputs
 
 PLACED = [place for place in DEFORMABLE if place.module.startswith("transformers.")]
@@ -118,8 +119,8 @@ def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@pytest.mark.parametrize("family", INSTALLED)
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", slow_but([*INSTALLED][::2], INSTALLED))
+@pytest.mark.parametrize("autocast", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_half_precision(family, autocast):
     """Layers in bfloat16, and in a model under autocast, return the stock dtype and are as near to exact values."""
     model, given = build(family), inputs(family)
@@ -158,7 +159,7 @@ NOT_COMPILED: set[str] = set()
 NOT_EXPORTED = {"omdet_turbo"}
 
 
-@pytest.mark.parametrize("family", INSTALLED)
+@pytest.mark.parametrize("family", slow_but([*INSTALLED][::3], INSTALLED))
 def test_layers_compile(family):
     """Layers compile in one graph where stock does, which checks shapes by values of tensors in some."""
     model, given = build(family), inputs(family)

@@ -270,6 +270,7 @@ def test_bfloat16_is_close():
         assert (output.float() - expected).norm() < 0.03 * expected.norm()
 
 
+@pytest.mark.slow
 def test_exported_it_gives_what_the_operators_definition_does():
     model, x = adapter().eval(), torch.randn(1, 3, 64, 80)
     exported = torch.export.export(model, (x,)).module()(x)

@@ -165,13 +165,14 @@ def test_windows_share_masks(monkeypatch):
         assert seen == expected
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "backend"),
     [
         (dict(shift_size=1), "eager"),
-        pytest.param(dict(version="v2", position="relative"), "aot_eager", marks=pytest.mark.slow),
-        pytest.param(dict(window="centred", position="table+bilateral"), "eager", marks=pytest.mark.slow),
+        (dict(version="v2", position="relative"), "aot_eager"),
+        (dict(window="centred", position="table+bilateral"), "eager"),
     ],
     ids=str,
 )

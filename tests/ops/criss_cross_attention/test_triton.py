@@ -11,7 +11,7 @@ from attn_plugins.ops import backend, criss_cross_attention, explain
 from attn_plugins.ops.criss_cross_attention import triton as triton_criss_cross
 from attn_plugins.ops.criss_cross_attention.criss_cross_attention import _recomputes
 from attn_plugins.ops.criss_cross_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, needs_triton, randn
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton, randn
 from tests.ops.contract_examples import Example
 from tests.ops.test_contract import example
 from tests.ops.test_contract_backends import HALF, LAYOUTS, check
@@ -42,7 +42,9 @@ def test_rows_and_columns_of_one_pixel_equal_the_reference(size):
     check(drawn(size), "triton", HALF)
 
 
-@pytest.mark.parametrize("size", [(18, 1), pytest.param((2, 18), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [pytest.param((18, 1), marks=SLOW_INTERPRETED), pytest.param((2, 18), marks=pytest.mark.slow)]
+)
 def test_several_blocks(size, small_blocks):
     check(drawn(size, d=17, dv=18), "triton", HALF)
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from attn_plugins.ops import reference
 from attn_plugins.ops.deform_conv import cuda
 from attn_plugins.ops.deform_conv.operands import Terms
-from tests.helpers.emulation import NEEDS, slow_but
+from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import deterministic_mode, vary_with_order
+from tests.helpers.slow_cases import slow_but
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import example, forced, results
 

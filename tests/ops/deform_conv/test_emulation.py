@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from attn_plugins.ops import reference
-from tests.helpers.emulation import NEEDS, error, slow_but
+from tests.helpers.emulation import NEEDS, error
 from tests.helpers.operator_checks import deterministic_mode
+from tests.helpers.slow_cases import slow_but
 from tests.ops.conftest import level
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, assert_close, differentiate, example, forced, results

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins import ops
+from tests.helpers.slow_cases import slow_but
 from tests.ops.contract_examples import Example
 from tests.ops.deform_conv.operands import ALL, GEOMETRIES, drawn
 from tests.ops.test_contract_backends import SINGLE
@@ -67,10 +68,14 @@ CASES = [
     *(("wide", f"input offset weight {more}", SINGLE) for more in ("bias", "mask", "")),
     ("wide", ALL, torch.float64),
 ]
+EXPORTED = [(*case, dynamo) for case in CASES for dynamo in (False, True)]
 
 
-@pytest.mark.parametrize("dynamo", EXPORTERS)
-@pytest.mark.parametrize("name, names, dtype", CASES, ids=str)
+@pytest.mark.parametrize(
+    "name, names, dtype, dynamo",
+    slow_but([case for case in EXPORTED if not case[-1] or case == ("wide", ALL, SINGLE, True)], EXPORTED),
+    ids=str,
+)
 def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, names, dtype, dynamo, tmp_path):
     some, (H, W) = drawn(name, dtype, names=names), GEOMETRIES[name]["map"]
     layer, file = Layer(some), tmp_path / "layer.onnx"
@@ -80,8 +85,13 @@ def test_onnx_runtime_gives_the_same_for_another_batch_and_size(name, names, dty
     torch.testing.assert_close(run(file, others), layer(*others).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamo", EXPORTERS)
-@pytest.mark.parametrize("opset", [18, None, 20])
+@pytest.mark.parametrize(
+    "opset, dynamo",
+    slow_but(
+        [(18, False), (20, False), (None, False), (None, True)],
+        [(opset, dynamo) for opset in (18, None, 20) for dynamo in (False, True)],
+    ),
+)
 def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
     """``dynamo=False`` writes opset 20 at most; None is the exporter's default."""
     some = drawn("wide", SINGLE)
@@ -93,7 +103,7 @@ def test_older_opsets_get_the_definition(opset, dynamo, tmp_path):
     torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("opset", [22, 23])
+@pytest.mark.parametrize("opset", [pytest.param(22, marks=pytest.mark.slow), 23])
 def test_opsets_22_and_23_have_one_node(opset, tmp_path):
     some = drawn("wide", SINGLE)
     layer, file = Layer(some), tmp_path / "layer.onnx"

@@ -140,6 +140,7 @@ def test_a_torchvision_that_does_not_load_is_named(source, words, monkeypatch, t
     assert by_torchvision._missing.__wrapped__("cuda") == words
 
 
+@pytest.mark.slow
 def test_a_torchvision_without_its_binary_is_named(python):
     code = "from attn_plugins.ops.deform_conv import torchvision_kernels as t; print(t._missing('cuda'))"
     stdout = python(code, packages={"torchvision/__init__.py": ""}).stdout

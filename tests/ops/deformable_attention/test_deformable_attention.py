@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,11 +102,17 @@ def test_nothing_is_read_for_nan_or_beside_the_map(name, backend, device):
     assert infinite.isnan().all()
 
 
-@by
+def spoilt_cases() -> Iterator[Any]:
+    """Every backend, width, number and place; Triton's interpreter, which takes seconds, in the first by default."""
+    for case in by.args[1]:
+        values, marks = (case.values, case.marks) if isinstance(case, type(pytest.param())) else (case, ())
+        for n, some in enumerate(itertools.product([4, 5, 32], [NAN, INF], ["weights", "pixels", "corners"])):
+            interpreted = triton_checks.SLOW_INTERPRETED if "triton" in values and n else []
+            yield pytest.param(*values, *some, marks=[*marks, *interpreted])
+
+
+@pytest.mark.parametrize("name, backend, device, d, bad, spoilt", list(spoilt_cases()))
 @pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:overflow")
-@pytest.mark.parametrize("spoilt", ["weights", "pixels", "corners"])
-@pytest.mark.parametrize("bad", [NAN, INF])
-@pytest.mark.parametrize("d", [4, 5, 32])
 def test_numbers_that_are_not_finite_spoil_their_own_samples_alone(name, backend, device, d, bad, spoilt):
     """This includes the borders, where pixels inside substitute for those outside."""
     some = example(name, "small", device, torch.float32, d=d, Q=8, far=1.5)

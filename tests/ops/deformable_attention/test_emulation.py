@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attn_plugins import ops
-from tests.helpers.emulation import NEEDS, slow_but
+from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import deterministic_mode
+from tests.helpers.slow_cases import slow_but
 from tests.ops.emulated_backend import NAME as EMULATED
 from tests.ops.test_contract import BOUNDS, example
 from tests.ops.test_contract_backends import check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attn_plugins import ops
+from tests.helpers.slow_cases import slow_but
 from tests.ops.contract_examples import Example
 from tests.ops.deform_conv.operands import same_where_finite
 from tests.ops.deformable_attention.test_deformable_attention import by
@@ -27,11 +29,11 @@ PLACES = {
 
 
 def cases() -> Iterator[Any]:
-    """Every backend and place; Triton's interpreter, which takes some 15 seconds, in the first place by default."""
+    """Every backend and place; those of Triton's interpreter, which takes some 15 seconds for each, are slow."""
     for case in by.args[1]:
         values, marks = (case.values, case.marks) if isinstance(case, type(pytest.param())) else (case, ())
         for place in PLACES:
-            interpreted = values[1:] == ("triton", "cpu") and place != "x is NaN"
+            interpreted = values[1:] == ("triton", "cpu")
             yield pytest.param(*values, place, marks=[*marks, *([pytest.mark.slow] if interpreted else [])])
 
 
@@ -99,9 +101,11 @@ def test_read_as_zero_unless_asked(name, backend, device, place):
     assert all(result.isfinite().all() for result in results)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "eager", "reference"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("d", [3, 32])
+KINDS = [*itertools.product(["cpu", "eager", "reference"], [3, 32], [torch.float32, torch.float64])]
+QUICK = [kind for kind in KINDS if kind[0] == "cpu" or kind[1:] in ((3, torch.float64), (32, torch.float32))]
+
+
+@pytest.mark.parametrize("backend, d, dtype", slow_but(QUICK, KINDS))
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize("where", ["value", "sampling_locations", "attention_weights", "grad_output"])
 def test_any_number_that_is_not_finite(backend, dtype, d, bad, where):

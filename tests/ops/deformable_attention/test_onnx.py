@@ -38,7 +38,7 @@ def export(file: Path, points: list[int] | None = None) -> Any:
     return onnx.load(file).graph
 
 
-@pytest.mark.parametrize("points", [None, [K, K]])
+@pytest.mark.parametrize("points", [None, pytest.param([K, K], marks=pytest.mark.slow)])
 def test_inputs_and_output_are_the_plugins(tmp_path, points):
     with tensorrt_plugin():
         graph = export(tmp_path / "m.onnx", points)

@@ -14,7 +14,7 @@ from attn_plugins.ops.global_attention import sdpa as folding
 from attn_plugins.ops.global_attention import triton as triton_global
 from attn_plugins.ops.global_attention.global_attention import ATTEND
 from attn_plugins.ops.global_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, needs_triton
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton, slow_interpreted
 from tests.ops.contract_examples import Example
 from tests.ops.global_attention import operands
 from tests.ops.global_attention.operands import ALL, COMBINATIONS, FULL
@@ -35,7 +35,10 @@ def terms_of(some: Example) -> Terms:
 
 
 # All terms are in every other test.
-@pytest.mark.parametrize("terms", COMBINATIONS[:-1:2])
+@pytest.mark.parametrize(
+    "terms",
+    [pytest.param(terms, marks=SLOW_INTERPRETED if n % 2 else ()) for n, terms in enumerate(COMBINATIONS[:-1:2])],
+)
 def test_any_terms_equal_the_reference(terms):
     check(drawn(terms, B=2), "triton", SINGLE)
 
@@ -44,7 +47,7 @@ def test_any_terms_equal_the_reference(terms):
     "grid, keys, d, dv",
     [
         ((1, 1), (2, 2), 1, 1),
-        ((9, 8), (7, 7), 16, 16),  # several rows a tile
+        pytest.param((9, 8), (7, 7), 16, 16, marks=SLOW_INTERPRETED),  # several rows a tile
         pytest.param((2, 3), (33, 2), 8, 40, marks=pytest.mark.slow),
         ((5, 4), (3, 33), 17, 8),  # one column too many
         ((2, 3), (1, 130), 8, 8),  # rows in pieces
@@ -58,6 +61,7 @@ def test_any_map_size_equals_the_reference(grid, keys, d, dv):
     check(drawn(dtype=dtype, grid=grid, keys=keys, d=d, dv=dv), "triton", dtype)
 
 
+@slow_interpreted
 def test_row_gradients_of_wide_maps_are_added_in_float32():
     check(drawn(dtype=BRAIN, grid=(2, 3), keys=(3, 150)), "triton", BRAIN)
 

@@ -12,7 +12,7 @@ from attn_plugins.ops import backend, explain, sequence_attention
 from attn_plugins.ops.sequence_attention import triton as triton_sequence
 from attn_plugins.ops.sequence_attention.operands import Options, Terms
 from attn_plugins.ops.sequence_attention.triton import Tile
-from tests.helpers.triton_checks import DEVICE, DTYPES, needs_triton
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton, slow_interpreted
 from tests.ops.contract_examples import Example
 from tests.ops.sequence_attention import operands
 from tests.ops.sequence_attention.operands import ALL, TERMS, identifiers, padding
@@ -41,8 +41,8 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize(
     "terms, lone, causal, start, segments",
     [
-        (ALL, dict(outside_logits=(0,), position_logits=(2,)), True, 17, 0),
-        (ALL, dict(band_logits=(2,), position_logits=(0,)), False, 9, 1),
+        pytest.param(ALL, dict(outside_logits=(0,), position_logits=(2,)), True, 17, 0, marks=SLOW_INTERPRETED),
+        pytest.param(ALL, dict(band_logits=(2,), position_logits=(0,)), False, 9, 1, marks=SLOW_INTERPRETED),
         ("position_logits", {}, True, 17, 2),
         *(pytest.param(terms, dict(position_logits=(0,)), n % 2 == 1, 9, (n % 3 == 0) * (1 + n % 2),
                        marks=pytest.mark.slow) for n, terms in enumerate(TERMS[1:8:2])),
@@ -54,7 +54,7 @@ def test_any_terms_equal_the_reference(terms, lone, causal, start, segments, sma
     check(drawn(terms, T=19, lone=lone, mask=mask, ids=identifiers(segments, 37), options=options), "triton", SINGLE)
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", [pytest.param(SINGLE, marks=SLOW_INTERPRETED), HALF, BRAIN], ids=str)
 def test_dtypes_and_real_tiles(dtype):
     terms = ALL if dtype == SINGLE else "query key band_logits"
     some = drawn(terms, dtype, T=70, S=97, K=9, B=1, d=16, dv=16, options=dict(causal=True, start=27))
@@ -74,7 +74,7 @@ def test_any_length_equals_the_reference(T, S, K, d, dv, start, causal):
 @pytest.mark.parametrize(
     "S, shared, dtype",
     [
-        (40, (1,), BRAIN),
+        pytest.param(40, (1,), BRAIN, marks=SLOW_INTERPRETED),
         pytest.param(41, (2,), HALF, marks=pytest.mark.slow),
         pytest.param(41, (0,), SINGLE, marks=pytest.mark.slow),
         pytest.param(40, (), SINGLE, marks=pytest.mark.slow),
@@ -89,7 +89,12 @@ def test_rows_of_position_logits_that_are_read_at_once(S, shared, dtype, small_t
 
 @pytest.mark.parametrize(
     "masked, shared, dtype",
-    [(False, (0,), HALF), (True, (0, 1), BRAIN), (True, (0, 2), HALF), (False, None, BRAIN)],
+    [
+        pytest.param(False, (0,), HALF, marks=SLOW_INTERPRETED),
+        (True, (0, 1), BRAIN),
+        pytest.param(True, (0, 2), HALF, marks=SLOW_INTERPRETED),
+        (False, None, BRAIN),
+    ],
     ids=str,
 )
 def test_gradients_of_windows_by_one_kernel(masked, shared, dtype, monkeypatch):
@@ -120,6 +125,7 @@ def test_only_the_band_is_seen(small_tiles):
     assert not check(some, "triton", SINGLE)["outside_logits"].any()
 
 
+@slow_interpreted
 def test_an_expanded_gradient(small_tiles):
     some = drawn(CONTENT)
     with forced("triton"):

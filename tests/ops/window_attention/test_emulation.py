@@ -13,8 +13,9 @@ import torch
 
 from attn_plugins.ops.window_attention import cuda
 from attn_plugins.ops.window_attention.operands import Options, Terms
-from tests.helpers.emulation import NEEDS, error, reserved, slow_but
+from tests.helpers.emulation import NEEDS, error, reserved
 from tests.helpers.operator_checks import deterministic_mode
+from tests.helpers.slow_cases import slow_but
 from tests.ops import test_saturated as saturated
 from tests.ops.contract_examples import EXAMPLES, Example
 from tests.ops.emulated_backend import NAME as EMULATED

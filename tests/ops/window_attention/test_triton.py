@@ -7,7 +7,7 @@ import torch
 
 from attn_plugins.ops.window_attention import triton as triton_window
 from attn_plugins.ops.window_attention.operands import Options, Terms
-from tests.helpers.triton_checks import DEVICE, needs_triton, randn
+from tests.helpers.triton_checks import DEVICE, SLOW_INTERPRETED, needs_triton, randn
 from tests.ops.test_contract import example
 from tests.ops.test_contract_backends import check
 
@@ -30,7 +30,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name, dtype, extents", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "name, dtype, extents",
+    [
+        pytest.param(*case, id=n, marks=SLOW_INTERPRETED if n in ("two images", "one pixel") else ())
+        for n, case in CASES.items()
+    ],
+)
 def test_equals_the_reference(name, dtype, extents):
     check(example(name, "tiny", DEVICE, dtype, **extents), "triton", dtype, times=2)
 
