@@ -157,7 +157,6 @@ def test_a_layer_answers_in_the_format_of_its_input(name):
     assert has_format(STOCK[name](in_channels=16, **LAYERS[name])(torch.randn(2, 16, 6, 6)), "contiguous")
 
 
-@pytest.mark.slow
 def test_one_line_over_an_upstream_config_and_toolkits_that_are_imported_later(python, tmp_path):
     """The line imports no toolkit; one that is not installed is ignored."""
     (tmp_path / "mine.py").write_text(
