@@ -90,6 +90,20 @@ def test_frequencies_of_another_corpus(sample):
     assert np.isfinite(got).all()
 
 
+def test_ngrams_are_looked_up_with_their_image_counts():
+    frequencies = DocumentFrequencies.of({1: ["a cat", "a dog"], 2: ["a cat cat"]})
+    a, cat, dog = (frequencies.vocabulary[word] for word in ("a", "cat", "dog"))
+    first = np.zeros(4, np.int64)
+    numbers, counts = frequencies.look_up(0, first, np.array([a, cat, dog, 3]))
+    assert counts.tolist() == [2, 2, 1, 0]
+    assert numbers[3] == -1
+    last = np.array([cat, dog, a, cat])
+    prefix = numbers[[0, 0, 1, 3]]  # of "a cat", "a dog", "cat a" and an unknown word
+    numbers, counts = frequencies.look_up(1, prefix, last)
+    assert counts.tolist() == [2, 1, 0, 0]
+    assert (numbers >= 0).tolist() == [True, True, False, False]
+
+
 def test_the_end_counts_as_a_word(sample):
     references, images, captions = sample
     ended = {image: [f"{s} </s>" for s in own] for image, own in references.items()}

@@ -90,6 +90,21 @@ def test_what_was_written_is_read(tmp_path, suffix, ids, dtype):
         assert all(array.dtype == np.float32 for name, array in arrays.items() if name != "features")
 
 
+def test_ids_that_are_numbers_and_texts(tmp_path):
+    (_, regions), *_ = made_up()
+    write_region_features(tmp_path / "regions.npz", [(7, regions), ("image-8", regions)])
+    read = RegionFeatures(tmp_path / "regions.npz")
+    assert read.image_ids == ["7", "image-8"]
+    assert read.count(7) == read.count("image-8") == 2
+
+
+def test_a_picture_of_one_pixel(tmp_path):
+    path = write(tmp_path / "regions.tsv", made_up())
+    path.write_text(path.read_text().replace(f"\t{W}\t{H}\t", "\t1\t1\t"))
+    boxes = RegionFeatures(path).regions(1000)["boxes"]
+    np.testing.assert_allclose(boxes, made_up()[0][1]["boxes"] * [W, H, W, H], rtol=1e-6)
+
+
 def test_a_recipe_is_kept(tmp_path):
     recipe = dict(options=dict(grid="größer", size=[64, 64], seed=None), long="x" * 100_000)
     write_region_features(tmp_path / "regions.npz", made_up(), recipe=recipe)
@@ -243,6 +258,15 @@ def test_malformed_arrays_raise(tmp_path, name, spoil, message):
         RegionFeatures(tmp_path / "bad.npz").regions(1000)
 
 
+def test_a_member_that_is_shorter_than_its_header_says(tmp_path):
+    write_region_features(tmp_path / "regions.npz", made_up(), "float32")
+    text = (tmp_path / "regions.npz").read_bytes()
+    assert text.count(b"(12, 5)") == 1
+    (tmp_path / "regions.npz").write_bytes(text.replace(b"(12, 5)", b"(99, 9)"))
+    with pytest.raises(ValueError, match=r"regions\.npz: features\.npy is truncated"):
+        len(RegionFeatures(tmp_path / "regions.npz"))
+
+
 def test_images_that_are_not_there(file):
     with pytest.raises(ValueError, match="has no image 5; it has 6 others"):
         RegionFeatures(file).count(5)
@@ -275,6 +299,12 @@ def test_a_write_that_fails_leaves_the_file_alone(tmp_path):
     with pytest.raises(OSError, match="the disk is full"):
         files.write(tmp_path / "regions.npz", save)
     assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+
+
+def test_missing_folders_are_made(tmp_path):
+    path = tmp_path / "new" / "newer" / "text.txt"
+    files.write(path, lambda partial: partial.write_text("new"))
+    assert path.read_text() == "new"
 
 
 def test_rounding_at_the_border(tmp_path):

@@ -143,7 +143,8 @@ def test_halves_are_added_up_in_float32(dtype):
 @pytest.mark.parametrize("size", [(7, 9), (4, 5)], ids=["on the map", "padded"])
 def test_the_module_of_maps_equals_loops(size, bias):
     torch.manual_seed(0)
-    layer = natten.NeighborhoodAttention2D(12, 3, kernel_size=3, dilation=2, rel_pos_bias=bias).double()
+    options = dict(rel_pos_bias=True) if bias else {}
+    layer = natten.NeighborhoodAttention2D(12, 3, kernel_size=3, dilation=2, **options).double()
     x = torch.randn(2, *size, 12, dtype=torch.float64)
     padded = torch.nn.functional.pad(x, (0, 0, 0, max(0, 6 - size[1]), 0, max(0, 6 - size[0])))
     query, key, value = layer.qkv(padded).unflatten(3, (3, 3, 4)).permute(3, 0, 4, 1, 2, 5)
@@ -206,7 +207,8 @@ def test_offered_where_none_is_installed(python):
 import torch, importlib.util
 assert importlib.util.find_spec("natten").origin == "attn_plugins.extensions.natten"
 import natten
-from natten import NeighborhoodAttention1D, NeighborhoodAttention2D
+from natten import NeighborhoodAttention1D, NeighborhoodAttention2D, has_fused_na
+assert has_fused_na()
 from natten.functional import {NAMES}
 assert natten.functional.natten2dav is natten2dav
 try:

@@ -80,6 +80,7 @@ def test_a_sample_that_is_too_large(folder):
         ("captions.json", '{"images": [{"id": 1}', r"captions\.json is not a JSON file or is truncated"),
         ("captions.json", '{"annotations": []}', r"captions\.json must have a list of images; it has annotations"),
         ("captions.json", '{"images": [], "annotations": [{"id": 3}]}', r"caption 3 must have image_id and caption"),
+        ("captions.json", '{"images": [{"id": 1}], "annotations": [{"id": 3, "image_id": 1}]}', r"caption 3 must have"),
         ("splits.json", "[]", r"splits\.json must hold a JSON object, got a list"),
         ("splits.json", '{"images": [{"split": "train"}]}', r"cocoid or imgid of an image must be a number or a s"),
         ("splits.json", '{"images": [{"cocoid": 100}]}', r"splits\.json: image 100 has no split"),

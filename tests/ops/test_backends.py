@@ -44,12 +44,16 @@ def test_explaining_what_is_no_operator():
         explain(len, [])
 
 
-def test_a_closed_form_is_explained():
+def test_a_closed_form_asks_no_backend(seen):
     value = torch.randn(1, 2, 3, 4, 8)
     assert str(explain(global_attention, None, None, value)) == "closed form serves"
     with backend("eager"):
         forced = global_attention(None, None, value)
+    assert seen == [("eager", False)]
     torch.testing.assert_close(forced, global_attention(None, None, value))
+    with backend("closed form"):
+        torch.testing.assert_close(forced, global_attention(None, None, value))
+    assert len(seen) == 1
 
 
 def test_windows_behind_the_last_key_are_a_closed_form():

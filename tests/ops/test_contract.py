@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -243,6 +244,8 @@ def test_forward_mode_is_refused(name, device):
         torch.func.jvp(function, (x,), (x,))
     with ops.backend("reference"):
         assert torch.func.jvp(function, (x,), (x,))[1].abs().sum() > 0
+    with forward_ad.dual_level():  # without a tangent
+        assert torch.equal(function(x), some.call(**leaves))
 
 
 @every_operator

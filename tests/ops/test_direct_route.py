@@ -48,6 +48,11 @@ def test_modes_see_a_call():
         assert attend(x).dtype == torch.bfloat16
 
 
+def test_kernels_of_other_operators_record_no_gradient():
+    with torch._C._AutoDispatchBelowAutograd():  # as the dispatcher calls them
+        assert not attend(torch.ones(SHAPE, requires_grad=True)).requires_grad
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tracers_see_a_call():
     x = torch.ones(SHAPE)

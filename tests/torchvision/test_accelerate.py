@@ -98,6 +98,17 @@ def test_autocast_computes_in_float32_as_torchvision_does():
     torch.testing.assert_close(half, rounded.bfloat16())
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_double_precision_stays_under_autocast(masked):
+    model, x = build(masked=masked)
+    offset, mask = torch.randn(2, 36, 7, 9).double(), torch.rand(2, 18, 7, 9).double() if masked else None
+    expected = model.conv(x, offset, mask)
+    accelerate(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model.conv(x, offset, mask)
+    torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("hook", ["forward_pre_hook", "forward_hook", "full_backward_hook"])
 def test_hooks_are_called(hook, first):

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_plugins.replacement import is_replaced
-from attn_plugins.transformers import accelerate
-from attn_plugins.transformers.places import DEFORMABLE
+from attn_plugins.transformers import accelerate, sampling
+from attn_plugins.transformers.places import DEFORMABLE, LAYER, place_of
 from tests.helpers.slow_cases import slow_but
 from tests.transformers.families import INSTALLED, build, inputs
 
@@ -62,6 +62,21 @@ def test_every_family_is_known():
     families = {module.split(".")[-2] for module in there} - {"deta"}
     assert families == set(INSTALLED)
     assert len(families) >= 8
+
+
+def test_families_that_are_not_listed():
+    """A class of that name and with those arguments has a place in every family of transformers, and only there."""
+    from transformers.models.deformable_detr.modeling_deformable_detr import MultiScaleDeformableAttention as Stock
+
+    def placed(module: str, name: str, forward: Any) -> Any:
+        return place_of(type(name, (nn.Module,), {"__module__": module, "forward": forward}))
+
+    module = "transformers.models.new.modeling_new"
+    place = placed(module, LAYER, Stock.forward)
+    assert (place.module, place.layer, place.ours) == (module, LAYER, sampling.layer)
+    assert placed(module, "OtherAttention", Stock.forward) is None
+    assert placed("rfdetr.models.new", LAYER, Stock.forward) is None
+    assert placed(module, LAYER, lambda self, value: value) is None
 
 
 SINGLE = {"omdet_turbo"}  # stock mixes float32 and float64

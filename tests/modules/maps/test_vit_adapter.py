@@ -154,16 +154,18 @@ def test_pictures_of_any_size(patch_size, size):
     assert [f.shape for f in plain(x)] == [(1, 6, *s) for s in sizes]
 
 
+@pytest.mark.parametrize("patch", [(14, 14), (14, 10)])
 @pytest.mark.parametrize("size", [(96, 64), (90, 50)])
-def test_resampled_maps_stay_where_they_are_in_the_picture(size):
+def test_resampled_maps_stay_where_they_are_in_the_picture(size, patch):
     """A map of the places of its cells becomes another one of its cells' places, up to the outermost centres."""
-    H, W = -(-size[0] // 14), -(-size[1] // 14)
-    places = centres_of(H, W, 14).T.reshape(1, 2, H, W)
+    H, W = -(-size[0] // patch[0]), -(-size[1] // patch[1])
+    step = torch.tensor(patch[::-1]).view(1, 2, 1, 1)  # in x and y
+    places = centres_of(H, W, 1).T.reshape(1, 2, H, W) * step
     for stride in (4, 8, 16, 32):
         h, w = -(-size[0] // stride), -(-size[1] // stride)
         wanted = centres_of(h, w, stride).T.reshape(1, 2, h, w)
-        wanted = wanted.clamp(min=7).minimum(torch.tensor([W, H]).view(1, 2, 1, 1) * 14 - 7)
-        torch.testing.assert_close(resample(places, (14, 14), stride, (h, w)), wanted)
+        wanted = wanted.maximum(step / 2).minimum(torch.tensor([W, H]).view(1, 2, 1, 1) * step - step / 2)
+        torch.testing.assert_close(resample(places, patch, stride, (h, w)), wanted)
 
 
 @torch.no_grad()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attn_plugins.core import library
 from attn_plugins.ops import deform_conv1d, deform_conv2d
+from attn_plugins.ops.deform_conv.deform_conv import CONVOLVE
+from attn_plugins.ops.deform_conv.operands import Options, Terms
 from tests.helpers.emulation import NEEDS
 from tests.helpers.operator_checks import relative_error
 from tests.ops.deform_conv.operands import ALL, GEOMETRIES, drawn, same_where_finite
@@ -63,6 +65,19 @@ def test_equals_plain_loops(name: str, names: str) -> None:
     expected = loops(**some.tensors, **geometry)
     for backend in ("reference", FIRST, *plain_backends("deform_conv2d")):
         assert relative_error(check(some, backend, DOUBLE)["output"], expected) < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["cpu", "reference"])
+def test_gradients_without_autograd_are_those_that_are_needed(kind: str) -> None:
+    some, needs = drawn("wide"), [True, False, True, False, True]
+    expected = results(some)
+    grad = torch.randn(expected["output"].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    terms, options = Terms(**some.tensors), Options((1, 1), (1, 1), (1, 1), 2, 3)
+    with forced(kind):
+        found = CONVOLVE.gradients(grad, terms, options, needs)
+    assert [gradient is not None for gradient in found] == needs
+    for name, gradient in zip(terms._fields, found):
+        assert gradient is None or relative_error(gradient, expected[name]) < 1e-12
 
 
 @pytest.mark.parametrize("kind", ["cpu", "eager"])
