@@ -54,13 +54,16 @@ def test_a_config_trains_and_infers(path):
     check_name(path.stem, config, model.backbone)
     initialize(model)
     optimizer = training_step(model, config.optim_wrapper, picture(config))
-    assert not without_gradient(model, OURS)
+    lost = without_gradient(model, OURS)
+    if isinstance(model.backbone, ViTPyramid) and (config.model.neck or {}).get("start_level"):
+        lost = [name for name in lost if not name.startswith("backbone.scales.0.")]  # the finest map, which is not read
+    assert not lost
     if "-dcn" in path.stem:
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         layer = model.backbone.layer3[5].conv2
         assert rates[id(layer.conv_offset.weight)] == pytest.approx(0.1 * rates[id(layer.weight)])
 
-    if isinstance(model.backbone, (ViTAdapter, ViTPyramid)) and "-frozen" not in path.stem:
+    if isinstance(model.backbone, (ViTAdapter, ViTPyramid)) and "-frozen" not in path.stem and "layers" in config:
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
         vit, (top, *_) = model.backbone.vit, (p for name, p in model.named_parameters() if "backbone" not in name)
         assert rates[id(vit.blocks[9].mlp.fc1.weight)] == pytest.approx(0.8**3 * rates[id(top)])
