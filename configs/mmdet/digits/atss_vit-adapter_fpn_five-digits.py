@@ -1,11 +1,11 @@
 # The demo's detector on a small vision transformer, from scratch, by ViT-Adapter (Chen et al. 2023).
 _base_ = "./atss_narrow-r50_fpn_five-digits.py"
+small_vit = dict(vit="vit_tiny_patch16_224", vit_kwargs=dict(embed_dim=96, depth=8, img_size=128))
 model = dict(
     backbone=dict(
+        **small_vit,
         _delete_=True,
         type="ViTAdapter",
-        vit="vit_tiny_patch16_224",
-        vit_kwargs=dict(embed_dim=96, depth=8, img_size=128),
         deform_num_heads=3,
         conv_inplane=16,
         norm_cfg=dict(type="BN"),
