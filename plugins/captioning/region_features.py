@@ -1,23 +1,19 @@
 """Region features of a whole image set in one file, read image by image without loading the file into memory.
 
-``.npz`` (``numpy.savez``) holds five arrays, uncompressed, for N images with Σn regions of D channels:
+``.hdf5`` or ``.h5`` (h5py) is the format of Meshed-Memory Transformer (Cornia et al. 2020), for an image with n regions
+of D channels:
 
-    image_ids (N,)   integers or text
-    offsets (N + 1,) rows offsets[i] to offsets[i + 1] of the other arrays are the regions of image i
-    features (Σn, D) float16 or float32
-    boxes (Σn, 4)    x0, y0, x1, y1, relative to the image's width and height, 0 to 1
-    scores (Σn,)     detector score of each box
+    {image id}_features (n, D)
+    {image id}_boxes (n, 4)     x0, y0, x1, y1 in pixels; written, not read
 
-and maybe a ``recipe``, JSON text that describes how to compute the regions of another image. Two other formats are only
-read: ``.tsv`` of bottom-up-attention (Anderson et al. 2018; several files may be joined with ``cat``), and ``.hdf5`` or
-``.h5`` (h5py) of Meshed-Memory Transformer (Cornia et al. 2020).
+Files written here also have a ``recipe``, JSON text that describes how to compute the regions of another image.
+``.tsv`` of bottom-up-attention (Anderson et al. 2018; several files may be joined with ``cat``) is only read.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from numbers import Integral
@@ -28,9 +24,7 @@ import numpy as np
 
 from . import files
 from .caption_files import ImageId
-from .region_formats import TsvRegions, reader_of, save_npz
-
-BORDER = 1e-5  # by which rounding may move a box beyond the border
+from .region_formats import BOXES, FEATURES, RECIPE, TsvRegions, hdf5_library, reader_of
 
 
 class RegionFeatures:
@@ -103,10 +97,8 @@ class RegionFeatures:
             raise ValueError(f"{self.path} has no image {image_id}; it has {len(self)} others")
         return count
 
-    def regions(self, image_id: ImageId) -> dict[str, np.ndarray]:
-        """Return copies of ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,) of one image.
-
-        ``.tsv`` has no scores; ``.hdf5`` may have scores, and boxes only in pixels (``pixel_boxes``).
+    def features(self, image_id: ImageId) -> np.ndarray:
+        """Return a copy of the features of one image, (n, D) in float16 or float32.
 
         Raises:
             ValueError: The image is not in the file, has no regions, has NaN or infinite features, or features of
@@ -115,27 +107,21 @@ class RegionFeatures:
         if self.count(image_id) == 0:
             raise ValueError(f"{self.path}: image {image_id} has no regions")
         try:
-            arrays = self._reader.read(str(image_id))
+            features = self._reader.read(str(image_id))
         except Exception as error:  # HDF5 has its own exception types
             raise ValueError(f"{self.path}: image {image_id} cannot be read: {error}") from error
-        if not np.isfinite(arrays["features"]).all():
+        if not np.isfinite(features).all():
             raise ValueError(f"{self.path}: image {image_id} has features that are NaN or infinite")
-        own, D = arrays["features"].shape[1], self.feature_dim
-        if own != D:  # HDF5 has a data set per image
-            raise ValueError(f"{self.path}: image {image_id} has features of {own} channels, others of {D}")
-        return arrays
+        if features.shape[1] != self.feature_dim:  # HDF5 has a data set per image
+            own, others = features.shape[1], self.feature_dim
+            raise ValueError(f"{self.path}: image {image_id} has features of {own} channels, others of {others}")
+        return features
 
     @property
     def _reader(self) -> Any:
         """The open file, opened again after a fork if the two processes would share a handle."""
         if self._opened is None or not (self._type.forkable or self._process == os.getpid()):
-            opened = self._type(self.path)
-            seen: set[str] = set()
-            for image_id in opened.image_ids if self._process is None else ():
-                if str(image_id) in seen:
-                    raise ValueError(f"{self.path}: image {image_id} appears twice")
-                seen.add(str(image_id))
-            self._opened, self._process = opened, os.getpid()
+            self._opened, self._process = self._type(self.path), os.getpid()
         return self._opened
 
 
@@ -147,69 +133,61 @@ def write_region_features(
 ) -> None:
     """Write the regions of many images to one file atomically.
 
-    A temporary file beside ``path`` holds the features until the end, so twice the file's size is needed on disk.
-
     Args:
-        path: ``.npz``.
-        images: Pairs of an id and ``features`` (n, D), ``boxes`` (n, 4) and ``scores`` (n,), one per image; n may be
-            0, D must be constant.
+        path: ``.hdf5`` or ``.h5``.
+        images: Pairs of an id and ``features`` (n, D) and, if there are, ``boxes`` (n, 4) in pixels, one per image;
+            n may be 0, D must be constant.
         dtype: Type of the stored features: ``float16`` or ``float32``.
         recipe: How the regions were computed, as values that JSON can hold.
 
     Raises:
+        ModuleNotFoundError: h5py is not installed.
         ValueError: The suffix or type is another one, there is no image, or the arrays of an image are invalid.
     """
     path = Path(path)
-    if path.suffix != ".npz":
-        raise ValueError(f"region features are written to .npz, got {path}")
+    if path.suffix not in (".hdf5", ".h5"):
+        raise ValueError(f"region features are written to .hdf5 or .h5, got {path}")
     if dtype not in ("float16", "float32"):
         raise ValueError(f"dtype must be 'float16' or 'float32', got {dtype!r}")
-    ids, D = dict[str, ImageId](), None
-    counts, boxes, scores = [0], list[np.ndarray](), list[np.ndarray]()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=path.parent) as features:
-        for image_id, regions in images:
-            if isinstance(image_id, bool) or not isinstance(image_id, (Integral, str)):
-                raise ValueError(f"an image id must be an int or a str, got {image_id!r}")
-            if str(image_id) in ids:
-                raise ValueError(f"image {image_id} was already added")
-            own = _checked(image_id, regions, np.dtype(dtype), D)
-            ids[str(image_id)], D = image_id, own["features"].shape[1]
-            features.write(own["features"].tobytes())
-            counts.append(len(own["features"]))
-            boxes.append(own["boxes"])
-            scores.append(own["scores"])
-        if not ids:
-            raise ValueError(f"{path}: there is no image to write")
-        named = any(isinstance(x, str) for x in ids.values())
-        arrays = dict(image_ids=np.array([x.encode() for x in ids]) if named else np.array([*ids.values()], np.int64))
-        arrays.update(offsets=np.cumsum(counts), boxes=np.concatenate(boxes), scores=np.concatenate(scores))
-        text = None if recipe is None else json.dumps(recipe)
-        shape = sum(counts), D
-        files.write(path, lambda partial: save_npz(partial, arrays, features, shape, np.dtype(dtype), text))
+    h5py = hdf5_library(path)
+
+    def save(partial: Path) -> None:
+        D = None
+        with h5py.File(partial, "w") as file:
+            for image_id, regions in images:
+                if isinstance(image_id, bool) or not isinstance(image_id, (Integral, str)) or "/" in str(image_id):
+                    raise ValueError(f"an image id must be an int or a str without /, got {image_id!r}")
+                if f"{image_id}{FEATURES}" in file:
+                    raise ValueError(f"image {image_id} was already added")
+                features, boxes = _checked(image_id, regions, np.dtype(dtype), D)
+                D = features.shape[1]
+                file[f"{image_id}{FEATURES}"] = features
+                if boxes is not None:
+                    file[f"{image_id}{BOXES}"] = boxes
+            if D is None:
+                raise ValueError(f"{path}: there is no image to write")
+            if recipe is not None:
+                file[RECIPE] = json.dumps(recipe)
+
+    files.write(path, save)
 
 
-def _checked(image_id: ImageId, regions: Mapping[str, Any], dtype: np.dtype, D: int | None) -> dict[str, np.ndarray]:
-    """Return the arrays of an image as they are stored, with features of D channels, or of any number for None."""
-    missing = [name for name in ("features", "boxes", "scores") if name not in regions]
-    if missing:
-        raise ValueError(f"image {image_id} has no {', '.join(missing)}")
+def _checked(
+    image_id: ImageId, regions: Mapping[str, Any], dtype: np.dtype, D: int | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return features and boxes of an image as they are stored, with D channels, or any number of them for None."""
+    if "features" not in regions:
+        raise ValueError(f"image {image_id} has no features")
     features = np.asarray(regions["features"])
     D = D if D is not None else features.shape[-1] if features.ndim else 0
     if features.ndim != 2 or features.shape[1] != D or D == 0:
         raise ValueError(f"image {image_id}: features must have shape (n, {D or 'D'}), got {features.shape}")
-    arrays = {}
-    for name, shape in (("features", features.shape), ("boxes", (len(features), 4)), ("scores", (len(features),))):
-        array = np.asarray(regions[name])
-        if array.shape != shape:
-            raise ValueError(f"image {image_id}: {name} must have shape {shape}, got {array.shape}")
-        with np.errstate(over="ignore"):
-            arrays[name] = array.astype(dtype if name == "features" else np.float32)
-        if not np.isfinite(arrays[name]).all():
-            raise ValueError(f"image {image_id}: {name} are NaN, infinite or outside the range of {arrays[name].dtype}")
-    boxes = arrays["boxes"]
-    if (boxes < -BORDER).any() or (boxes > 1 + BORDER).any() or (boxes[:, :2] > boxes[:, 2:] + BORDER).any():
-        raise ValueError(f"image {image_id}: boxes must be x0 <= x1, y0 <= y1 relative to the image, 0 to 1")
-    np.clip(boxes, 0, 1, out=boxes)
-    np.maximum(boxes[:, 2:], boxes[:, :2], out=boxes[:, 2:])
-    return arrays
+    with np.errstate(over="ignore"):
+        features = features.astype(dtype)
+    boxes = None if regions.get("boxes") is None else np.asarray(regions["boxes"]).astype(np.float32)
+    if boxes is not None and boxes.shape != (len(features), 4):
+        raise ValueError(f"image {image_id}: boxes must have shape {(len(features), 4)}, got {boxes.shape}")
+    for name, array in (("features", features), ("boxes", boxes)):
+        if array is not None and not np.isfinite(array).all():
+            raise ValueError(f"image {image_id}: {name} are NaN, infinite or outside the range of {array.dtype}")
+    return features, boxes

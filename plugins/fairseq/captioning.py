@@ -1,7 +1,7 @@
 """Task ``captioning``: region features and attributes of images, with captions in COCO format.
 
 The data folder holds ``splits.json`` (in Karpathy's format), ``captions.json`` (COCO format; by default the captions of
-``splits.json``), ``regions.npz`` (or ``.tsv``, ``.hdf5``) and ``attributes.json``; each has an option for another path.
+``splits.json``), ``regions.hdf5`` (or ``.h5``, ``.tsv``) and ``attributes.json``; each has an option for another path.
 A model may do without regions or without attributes. Images of the split ``test`` may have no captions: they can be
 captioned, not scored. The first process writes a missing ``dict.txt`` atomically: the words that occur at least
 ``--min-word-count`` times in the training captions. Delete it to rebuild it.
@@ -57,7 +57,7 @@ class CaptioningTask(FairseqTask):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
         if cfg.oracle_attributes and cfg.attributes is not None:
             raise ValueError(f"--oracle-attributes replaces --attributes: give one of them, got {cfg.attributes}")
-        regions = self._path("regions", "regions.npz", "regions.tsv", "regions.hdf5", "regions.h5")
+        regions = self._path("regions", "regions.hdf5", "regions.h5", "regions.tsv", "regions.npz")  # npz: to say so
         self.regions = None if regions is None else RegionFeatures(regions)
         self.attributes_file = None if cfg.oracle_attributes else self._path("attributes", "attributes.json")
         self.has_attributes = cfg.oracle_attributes or self.attributes_file is not None

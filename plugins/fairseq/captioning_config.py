@@ -26,8 +26,8 @@ class CaptioningConfig(FairseqDataclass):
     regions: Optional[str] = field(
         default=None,
         metadata={
-            "help": "region features of all images: DATA/regions.npz, .tsv (bottom-up-attention) or .hdf5 "
-            "(Meshed-Memory Transformer)"
+            "help": "region features of all images: DATA/regions.hdf5 (ours and Meshed-Memory Transformer's) or .tsv "
+            "(bottom-up-attention)"
         },
     )
     attributes: Optional[str] = field(

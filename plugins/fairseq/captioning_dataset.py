@@ -99,7 +99,7 @@ class CaptioningDataset(FairseqDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         caption = int(self.samples[index])
         image = int(self.image_of[caption])
-        features = None if self.regions is None else self.regions.regions(self.image_ids[image])["features"]
+        features = None if self.regions is None else self.regions.features(self.image_ids[image])
         return dict(
             id=index,
             image=image,

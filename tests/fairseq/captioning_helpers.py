@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
@@ -19,7 +20,7 @@ SPLITS = ("train", "train", "train", "restval", "val", "test")
 D = 6
 
 
-def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> Path:
+def write_images(folder: Path, number: int = 24, name: str = "regions.hdf5") -> Path:
     """Write images 100, 101, ...: the largest channel of the regions gives the color, an attribute gives the thing."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(0)
@@ -29,8 +30,7 @@ def write_images(folder: Path, number: int = 24, name: str = "regions.npz") -> P
         n = 1 + i % 3
         features = draw.normal(size=(n, D)).astype(np.float32) * 0.1
         features[:, color] += 3
-        boxes = np.sort(draw.random((n, 2, 2)), 1).reshape(n, 4)
-        regions.append((image_id, dict(features=features, boxes=boxes, scores=draw.random(n))))
+        regions.append((image_id, dict(features=features)))
         attributes[str(image_id)] = [["A", 0.2], [THINGS[thing], 0.9]]
         images.append({"id": image_id, "file_name": f"{image_id}.jpg"})
         texts = (f"A {COLORS[color]} {THINGS[thing]}.", f"The {THINGS[thing]} is {COLORS[color]}!")
@@ -57,11 +57,9 @@ def change(path: Path, edit: Any) -> None:
 
 def spoil_features(folder: Path, *image_ids: int) -> None:
     """Set a feature of each of these images to NaN."""
-    arrays = {name: np.array(array) for name, array in np.load(folder / "regions.npz").items()}
-    places = dict(zip(arrays["image_ids"].tolist(), arrays["offsets"].tolist()))
-    for image_id in image_ids:
-        arrays["features"][places[image_id], 2] = np.nan
-    np.savez(folder / "regions.npz", **arrays)
+    with h5py.File(folder / "regions.hdf5", "r+") as file:
+        for image_id in image_ids:
+            file[f"{image_id}_features"][0, 2] = np.nan
 
 
 def task_of(folder: Path, **options: Any) -> Any:

@@ -46,7 +46,7 @@ def task(number: int = 19, D: int = D) -> Any:
     dictionary = Dictionary()
     for i in range(number - len(dictionary)):
         dictionary.add_symbol(f"word{i}")
-    regions = SimpleNamespace(feature_dim=D, path="regions.npz")
+    regions = SimpleNamespace(feature_dim=D, path="regions.hdf5")
     return SimpleNamespace(regions=regions, has_attributes=True, target_dictionary=dictionary)
 
 
@@ -272,7 +272,7 @@ def test_checkpoints_load_and_those_of_other_options_raise(name):
         loaded.load_state_dict(copy.deepcopy(state))
     assert torch.equal(other(**sample)[0], model(**sample)[0])
     assert not torch.equal(other(**sample)[0], before)
-    with pytest.raises(ValueError, match=r"has 5 channels per region; those of regions\.npz have 7"):
+    with pytest.raises(ValueError, match=r"has 5 channels per region; those of regions\.hdf5 have 7"):
         captioner_of(task(D=7), name).load_state_dict(state)
     with pytest.raises(ValueError, match="has 19 words; the task's dictionary has 23"):
         captioner_of(task(23), name).load_state_dict(state)
@@ -290,7 +290,7 @@ def test_options_that_contradict_the_data_raise(name):
     with pytest.raises(ValueError, match=f"{needs} needs region features: give --regions"):
         captioner_of(without_regions, name)
     visual = {"fusion": "visual"} if eta else {}
-    assert captioner_of(without_attributes, name, **visual).regions_path == "regions.npz"
+    assert captioner_of(without_attributes, name, **visual).regions_path == "regions.hdf5"
     if name != "show_attend_tell":
         with pytest.raises(ValueError, match=r"must be (at least 1|a positive int), got 0"):
             captioner_of(task(), name, layers=0)

@@ -127,7 +127,7 @@ def test_training_samples_are_captions_and_others_are_images(folder):
 def test_batches(folder):
     task = task_of(folder)
     task.load_dataset("train")
-    regions = RegionFeatures(folder / "regions.npz")
+    regions = RegionFeatures(folder / "regions.hdf5")
     pad, eos = task.dictionary.pad(), task.dictionary.eos()
     batches = batches_of(task, "train", num_workers=0)
     assert sum(batch["nsentences"] for batch in batches) == 32
@@ -140,7 +140,7 @@ def test_batches(folder):
         assert inputs["regions"].shape == (len(counts), max(counts), D)
         for row, (image_id, count) in enumerate(zip(batch["image_ids"], counts)):
             features = inputs["regions"][row]
-            np.testing.assert_array_equal(features[:count], regions.regions(image_id)["features"])
+            np.testing.assert_array_equal(features[:count], regions.features(image_id))
             assert not features[count:].any()
             if mask is not None:
                 assert mask[row].tolist() == [False] * count + [True] * (max(counts) - count)
@@ -178,12 +178,11 @@ def test_batches_are_bounded_by_tokens_and_redrawn(folder):
     assert [dataset.num_tokens(i) for i in range(32)] == dataset.num_tokens_vec(np.arange(32)).tolist()
 
 
-@pytest.mark.parametrize("suffix", [".tsv", ".hdf5"])
-def test_regions_in_other_formats(folder, suffix):
-    regions = RegionFeatures(folder / "regions.npz")
+def test_regions_of_bottom_up_attention(folder):
+    regions = RegionFeatures(folder / "regions.hdf5")
     expected = batches_of(task_of(folder), "valid")
-    write(folder / f"regions{suffix}", [(image_id, regions.regions(image_id)) for image_id in regions.image_ids])
-    (folder / "regions.npz").unlink()
+    write(folder / "regions.tsv", [(image_id, regions.features(image_id)) for image_id in regions.image_ids])
+    (folder / "regions.hdf5").unlink()
     task = task_of(folder)
     for workers in (0, 2):  # open the file in this process before the workers do
         for one, other in zip(batches_of(task, "valid", num_workers=workers), expected):
@@ -248,11 +247,14 @@ def test_one_modality_is_enough(folder):
     batch = batches_of(task, "valid")[0]
     assert batch["net_input"]["src_tokens"].tolist() == [[task.dictionary.eos()]] * 3
     write_images(folder)
-    (folder / "regions.npz").unlink()
+    (folder / "regions.hdf5").unlink()
     batch = batches_of(task_of(folder), "valid")[0]
     assert "regions" not in batch["net_input"]
     (folder / "attributes.json").unlink()
     with pytest.raises(ValueError, match="has neither regions nor attributes: give --regions, --attributes or both"):
+        task_of(folder)
+    (folder / "regions.npz").touch()
+    with pytest.raises(ValueError, match=r"\.npz, which version 0\.2 wrote, is no longer read: extract again"):
         task_of(folder)
 
 

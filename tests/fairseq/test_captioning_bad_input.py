@@ -31,19 +31,19 @@ BAD_SAMPLES = [  # of image 102
     ("attributes", lambda c: c.update({"102": [["zebra", 1]]}),
      r"attributes\.json: image 102 has no attribute that is in the dictionary"),
     ("attributes", lambda c: c.pop("102"), r"attributes\.json: image 102 has no attribute that"),
-    ("regions", None, r"regions\.npz has no image 102"),
-    ("regions", slice(0), r"regions\.npz: image 102 has no regions: remove it from the splits"),
+    ("regions", None, r"regions\.hdf5 has no image 102"),
+    ("regions", slice(0), r"regions\.hdf5: image 102 has no regions: remove it from the splits"),
 ]  # fmt: skip
 
 
 def rewrite_regions(folder: Path, rows: slice | None) -> None:
     """Keep these rows of image 102, or for None leave it out."""
-    regions = RegionFeatures(folder / "regions.npz")
-    images = {i: regions.regions(i) for i in regions.image_ids}
-    own = images.pop(102)
+    regions = RegionFeatures(folder / "regions.hdf5")
+    images = {i: dict(features=regions.features(i)) for i in regions.image_ids}
+    own = images.pop(102)["features"]
     if rows is not None:
-        images[102] = {name: array[rows] for name, array in own.items()}
-    write_region_features(folder / "regions.npz", images.items())
+        images[102] = dict(features=own[rows])
+    write_region_features(folder / "regions.hdf5", images.items())
 
 
 @pytest.mark.parametrize(("file", "edit", "message"), BAD_SAMPLES)
@@ -90,7 +90,7 @@ def test_a_sample_that_is_too_large(folder):
         ("attributes.json", '{"102": ["dog"], "100": []}', r"image 102 must have pairs of word and probability, got"),
         ("attributes.json", '{"102": [["dog", NaN]]}', r"image 102 must have pairs of word and probability, got"),
         ("attributes.json", '{"1": [], "102": [["dog", 1]], "102": []}', r"attributes\.json: image 102 appears twice"),
-        ("regions.npz", b"PK", r"regions\.npz is not an npz file or is truncated"),
+        ("regions.hdf5", b"PK", r"regions\.hdf5 is not an HDF5 file or is truncated"),
     ],
 )
 def test_malformed_files_raise(folder, name, text, message):
@@ -124,7 +124,7 @@ def test_malformed_sentences_raise(folder, sentences, message):
         (dict(data="nowhere"), FileNotFoundError, "the data folder nowhere does not exist"),
         (dict(splits="nowhere.json"), FileNotFoundError, r"--splits: nowhere\.json does not exist"),
         (dict(captions="nowhere.json"), FileNotFoundError, r"--captions: nowhere\.json does not exist"),
-        (dict(regions="nowhere.npz"), FileNotFoundError, r"--regions: nowhere\.npz does not exist"),
+        (dict(regions="nowhere.hdf5"), FileNotFoundError, r"--regions: nowhere\.hdf5 does not exist"),
         (dict(attributes="nowhere.json"), FileNotFoundError, r"--attributes: nowhere\.json does not exist"),
         (dict(min_word_count=0), ValueError, "--min-word-count must be at least 1, got 0"),
         (dict(max_attributes=0), ValueError, "--max-attributes must be at least 1, got 0"),

@@ -56,7 +56,7 @@ def test_the_documented_sequence(tmp_path):
     (tmp_path / "attributes.json").write_text(json.dumps({"photo": words["1"]}))
     regions, first, second, generated, captioned = [run(command, tmp_path) for command in commands()]
     assert "36 images with regions of 1024 channels" in regions
-    assert len(RegionFeatures(data / "regions.npz")) == 36
+    assert len(RegionFeatures(data / "regions.hdf5")) == 36
     assert "train: 24 images, 48 samples" in first
     assert "loading pretrained model from checkpoints/own/checkpoint_best.pt" in second
     assert "train: 24 images, 24 samples" in second

@@ -50,7 +50,7 @@ def create(folder: Path) -> Path:
     torch.save(backbone.model.state_dict(), folder / "backbone.pth")
     grid = ["--grid", "test_resnet", "--checkpoint", str(folder / "backbone.pth"), "--size", "64", "--grid-size", "3"]
     splits = ["--splits", str(data / "splits.json"), "--device", "cpu"]
-    assert main(["extract", str(data / "images"), str(data / "regions.npz"), *grid, *splits]) == 0
+    assert main(["extract", str(data / "images"), str(data / "regions.hdf5"), *grid, *splits]) == 0
     for fusion in ("entangled", "visual", "semantic"):
         checkpoint(folder / f"{fusion}.pt", data, "--fusion", fusion)
     checkpoint(folder / "show_attend_tell.pt", data, "--arch=show_attend_tell_tiny")

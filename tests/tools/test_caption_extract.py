@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import timm
@@ -48,7 +49,7 @@ def test_each_way_gives_regions_and_those_of_a_new_picture(way, drawn, tmp_path,
     else:
         options = TORCHVISION
     monkeypatch.chdir(tmp_path)
-    out = tmp_path / "some/regions.npz"
+    out = tmp_path / "some/regions.hdf5"
     assert run(drawn, out, *options, "--max-regions", "20", "--batch-size", "1") == 0
     assert list(out.parent.iterdir()) == [out]
     monkeypatch.chdir("/")
@@ -56,20 +57,22 @@ def test_each_way_gives_regions_and_those_of_a_new_picture(way, drawn, tmp_path,
     assert features.image_ids == list(range(1, 9))
     assert features.feature_dim == dict(grid=TimmBackbone("test_resnet").num_features, torchvision=1024)[way]
     for image_id in features.image_ids:
-        boxes, scores = (features.regions(image_id)[name] for name in ("boxes", "scores"))
+        size = open_picture(drawn / f"images/00000{image_id}.jpg").size
+        with h5py.File(out) as file:
+            boxes = file[f"{image_id}_boxes"][()]
+        assert len(boxes) == features.count(image_id)
         assert len(boxes) == 9 if way == "grid" else 1 <= len(boxes) <= 20
         assert (boxes >= 0).all()
-        assert (boxes <= 1).all()
+        assert (boxes <= [*size, *size]).all()
         assert (boxes[:, :2] < boxes[:, 2:]).all()
-        assert (np.diff(scores) <= 0).all()
-        assert (scores == 1).all() if way == "grid" else (scores < 1).all()
-    assert not np.array_equal(features.regions(1)["features"], features.regions(2)["features"])
+        if way == "grid":
+            np.testing.assert_allclose(boxes[5], np.array([2, 1, 3, 2]) / 3 * [*size, *size], rtol=1e-6)
+    assert not np.array_equal(features.features(1), features.features(2))
     extractor = RecordedExtractor(features)
     for image_id in (1, 3):
         computed = extractor(open_picture(drawn / f"images/00000{image_id}.jpg"))
-        for name, array in features.regions(image_id).items():
-            assert computed[name].dtype == array.dtype
-            np.testing.assert_array_equal(computed[name], array)
+        assert computed.dtype == features.features(image_id).dtype
+        np.testing.assert_array_equal(computed, features.features(image_id))
 
 
 def test_torchvision_features_are_what_the_classifier_reads_of_the_boxes(drawn):
@@ -110,11 +113,11 @@ def test_a_trained_classifiers_weights_are_taken(suffix, drawn, tmp_path):
     else:
         torch.save(dict(arch="test_resnet", state_dict=model.state_dict(), args=argparse.Namespace(lr=1)), file)
         options += ["--size", "64"]
-    assert run(drawn, tmp_path / "regions.npz", "--grid", "test_resnet", *options) == 0
+    assert run(drawn, tmp_path / "regions.hdf5", "--grid", "test_resnet", *options) == 0
     prepared = TimmBackbone("test_resnet", (64, 64)).prepare(open_picture(drawn / "images/000002.jpg"))
     with torch.no_grad():
         expected = model.eval().forward_features(prepared[None]).mean((2, 3))
-    stored = RegionFeatures(tmp_path / "regions.npz").regions(2)["features"]
+    stored = RegionFeatures(tmp_path / "regions.hdf5").features(2)
     np.testing.assert_allclose(stored, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -132,7 +135,7 @@ def test_broken_pictures_are_named_and_the_others_are_there(drawn, tmp_path, cap
     cut.write_bytes(cut.read_bytes()[:900])
     (folder / "images/000005.jpg").unlink()
     (folder / "images/000006.jpg").write_text("no picture")
-    out = tmp_path / "regions.npz"
+    out = tmp_path / "regions.hdf5"
     assert run(folder, out, *GRID, "--workers", "1") == 1
     assert RegionFeatures(out).image_ids == [1, 3, 4, 7, 8]
     printed = capsys.readouterr().err
@@ -146,7 +149,7 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     state = TimmBackbone("test_resnet").model.state_dict()
     torch.save(state, tmp_path / "x.pth")
     options = ["--grid", "test_resnet", "--grid-size", "2", "--size", "64", "--checkpoint", tmp_path / "x.pth"]
-    out = tmp_path / "regions.npz"
+    out = tmp_path / "regions.hdf5"
     assert run(drawn, out, *options) == 0
     moved = (tmp_path / "x.pth").rename(tmp_path / "y.pth")
     with pytest.raises(ValueError, match=r"x\.pth does not exist: .* pass --region-checkpoint"):
@@ -154,13 +157,13 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     torch.save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "x.pth")
     with pytest.raises(ValueError, match=r"x\.pth is another file: .* pass --region-checkpoint"):
         RecordedExtractor(RegionFeatures(out))
-    regions = RegionFeatures(out).regions(1)
+    stored = RegionFeatures(out).features(1)
     again = RecordedExtractor(RegionFeatures(out), checkpoint=moved)(open_picture(drawn / "images/000001.jpg"))
-    np.testing.assert_allclose(again["features"], regions["features"], rtol=2e-3, atol=1e-5)
+    np.testing.assert_allclose(again, stored, rtol=2e-3, atol=1e-5)
     for recipe in (None, dict(tool="tools.caption extract", options=dict(grid="x"))):
-        write_region_features(tmp_path / "bare.npz", [(1, regions)], recipe=recipe)
-        with pytest.raises(ValueError, match=r"bare\.npz lacks the options of tools.caption extract"):
-            RecordedExtractor(RegionFeatures(tmp_path / "bare.npz"))
+        write_region_features(tmp_path / "bare.hdf5", [(1, dict(features=stored))], recipe=recipe)
+        with pytest.raises(ValueError, match=r"bare\.hdf5 lacks the options of tools.caption extract"):
+            RecordedExtractor(RegionFeatures(tmp_path / "bare.hdf5"))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,7 @@ def test_weights_that_are_gone_and_options_that_are_missing(drawn, tmp_path):
     ],
 )
 def test_bad_options_are_reported_before_anything_runs(options, message, drawn, tmp_path, capsys):
-    assert run(drawn, tmp_path / "regions.npz", *options) == 2
+    assert run(drawn, tmp_path / "regions.hdf5", *options) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -195,11 +198,11 @@ def test_bad_lists_are_reported(drawn, tmp_path, capsys):
     ]:
         file = tmp_path / f"{n}.json"
         file.write_text(json.dumps(dict(images=images)))
-        assert run(drawn, tmp_path / "regions.npz", *GRID, "--splits", str(file)) == 2
+        assert run(drawn, tmp_path / "regions.hdf5", *GRID, "--splits", str(file)) == 2
         assert message in capsys.readouterr().err
     assert run(drawn, tmp_path / "regions.csv", *GRID) == 2
     assert "regions.csv" in capsys.readouterr().err
-    assert run(drawn, tmp_path / "0.json/regions.npz", *GRID) == 2
+    assert run(drawn, tmp_path / "0.json/regions.hdf5", *GRID) == 2
     assert capsys.readouterr().err.startswith("extract: [Errno ")
 
 
@@ -222,15 +225,13 @@ def test_selection_is_that_of_plain_loops(minimum, maximum, threshold):
             kept.append(i)
     number = np.clip(sum(scores[i].max() >= threshold for i in kept), minimum, maximum)
     expected = kept[:number]
-    chosen, confidence = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
+    chosen = Selection(minimum, maximum, threshold)(torch.tensor(boxes), torch.tensor(scores), 50, 80)
     np.testing.assert_allclose(chosen, own[expected], rtol=1e-6)
-    np.testing.assert_allclose(confidence, scores.max(1)[expected], rtol=1e-6)
 
 
 def test_selection_without_proposals_is_the_whole_picture():
     for scores in (torch.zeros(0, 5), torch.full((2, 5), float("nan"))):
-        boxes, confidence = Selection()(torch.zeros(len(scores), 5, 4), scores, 30, 40)
+        boxes = Selection()(torch.zeros(len(scores), 5, 4), scores, 30, 40)
         assert boxes.tolist() == [[0, 0, 40, 30]]
-        assert confidence.tolist() == [0]
     with pytest.raises(ValueError, match="--min-regions must be from 1 to --max-regions, got 5 and 4"):
         Selection(5, 4)

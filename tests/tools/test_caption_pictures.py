@@ -115,8 +115,10 @@ def of_other_task(data: Path, tmp_path: Path) -> list:
 
 def of_other_regions(data: Path, tmp_path: Path) -> list:
     """Return a data folder whose features have no options."""
-    folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.npz")
-    write_region_features(folder / "regions.npz", [(i, features.regions(i)) for i in features.image_ids])
+    folder, features = copied(data, tmp_path), RegionFeatures(data / "regions.hdf5")
+    write_region_features(
+        folder / "regions.hdf5", [(i, dict(features=features.features(i))) for i in features.image_ids]
+    )
     return ["--data", folder]
 
 
@@ -131,7 +133,7 @@ def without_vocabulary(data: Path, tmp_path: Path) -> list:
         (of_other_task, r"--path: .*other\.pt is of the task translation, not captioning"),
         (["--path", "nowhere.pt"], r"--path: nowhere\.pt does not exist"),
         (["--path", __file__], r"test_caption_pictures\.py cannot be read as a fairseq checkpoint"),
-        (of_other_regions, r"regions\.npz lacks the options of tools.caption extract"),
+        (of_other_regions, r"regions\.hdf5 lacks the options of tools.caption extract"),
         (without_vocabulary, r"the vocabulary .*dict\.txt does not exist: .*--data takes another folder"),
         (["--data", "nowhere"], r"nowhere.* does not exist: .*--data takes another folder"),
         (["--attributes", "nowhere.json"], r"nowhere\.json cannot be read: No such file"),

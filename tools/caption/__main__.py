@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json --grid resnet50
+    python -m tools.caption extract data/own/images data/own/regions.hdf5 --splits data/own/splits.json --grid resnet50
     python -m tools.caption caption photo.jpg --path checkpoints/own/checkpoint_best.pt --attributes attributes.json
 """
 

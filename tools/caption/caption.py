@@ -6,7 +6,7 @@ r"""Caption pictures by checkpoints of fairseq's task ``captioning``, with fairs
         --attributes attributes.json --out work_dirs/captions.json
 
 ``--path`` names a checkpoint, or several separated by colons, whose word probabilities are averaged (late fusion, the
-thesis' ETA_fuse). Regions are extracted by the options stored in the data folder's ``regions.npz``. Attributes are
+thesis' ETA_fuse). Regions are extracted by the options stored in the data folder's ``regions.hdf5``. Attributes are
 those of ``--attributes``, a file like the data folder's, ``{"photo": [["word", probability], ...]}``, with the
 pictures' names without suffix. Models of regions alone (``--fusion visual``, ``show_attend_tell``) need none. IMAGE may
 be a folder, for all pictures in it.
@@ -122,11 +122,11 @@ class Captioner:
         dictionary = self.task.dictionary
         attributes = self._attributes(name) if self.sees_attributes else []
         regions = None if self.extractor is None else self.extractor(picture)
-        number = 0 if regions is None else len(regions["boxes"])
+        number = 0 if regions is None else len(regions)
         # Without attributes the task passes the end symbol, which carries the batch size.
         image = CaptionedImage("picture", [[]], [""], attributes or [dictionary.eos()], number)
         dataset = CaptioningDataset(
-            [image], None if regions is None else SimpleNamespace(regions=lambda _: regions), dictionary
+            [image], None if regions is None else SimpleNamespace(features=lambda _: regions), dictionary
         )
         sample = apply_to_sample(lambda tensor: tensor.to(self.device), dataset.collater([dataset[0]]))
         best = self.task.inference_step(self.generator, self.models, sample)[0][0]

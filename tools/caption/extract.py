@@ -2,10 +2,10 @@ r"""Extract region features of a folder of pictures, for the captioner.
 
 ::
 
-    python -m tools.caption extract data/own/images data/own/regions.npz --splits data/own/splits.json \
+    python -m tools.caption extract data/own/images data/own/regions.hdf5 --splits data/own/splits.json \
         --torchvision fasterrcnn_resnet50_fpn
 
-OUT is ``.npz``; ``attn_plugins.captioning.region_features`` documents its content. ``--torchvision`` names one of
+OUT is ``.hdf5``; ``attn_plugins.captioning.region_features`` documents its content. ``--torchvision`` names one of
 torchvision's R-CNNs, ``--grid`` a timm backbone, whose last map is pooled to a grid of cells.
 
 A detector keeps the regions above ``--score-threshold`` after non-maximum suppression within each class, but at least
@@ -39,7 +39,7 @@ from attn_plugins.captioning.caption_files import ImageId
 from attn_plugins.captioning.region_features import RegionFeatures, write_region_features
 from tools import torch_device
 from tools.caption.lists import ListedImage, listed_images
-from tools.caption.regions import GridRegions, Regions, Selection, TorchvisionRegions, stored
+from tools.caption.regions import GridRegions, Regions, Selection, TorchvisionRegions, as_stored
 from tools.pictures import BadPicture, open_picture
 
 TOOL = "tools.caption extract"
@@ -79,13 +79,13 @@ class RecordedExtractor:
         self.dtype = np.dtype(options["dtype"])
         self.extractor = make_extractor(argparse.Namespace(**options), device)
 
-    def __call__(self, picture: Image.Image) -> Regions:
-        """Compute the regions of a picture in RGB; raise a ValueError if they are not finite or of another width."""
+    def __call__(self, picture: Image.Image) -> np.ndarray:
+        """Compute the features of a picture in RGB; raise a ValueError if they are not finite or of another width."""
         [regions] = self.extractor([self.extractor.prepare(picture)])
         width, expected = regions["features"].shape[1], self.features.feature_dim
         if width != expected:
             raise ValueError(f"the regions have {width} channels, but those of {self.features.path} {expected}")
-        return stored(regions, self.dtype)
+        return as_stored(regions["features"], self.dtype)
 
 
 def sha256_of(path: Path) -> str | None:
@@ -102,12 +102,13 @@ class Prepared(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> tuple[ListedImage, Any, str | None]:
+    def __getitem__(self, index: int) -> tuple[ListedImage, tuple[int, int], Any, str | None]:
         image = self.images[index]
         try:
-            return image, self.extractor.prepare(open_picture(image.path)), None
+            picture = open_picture(image.path)
+            return image, picture.size, self.extractor.prepare(picture), None
         except BadPicture as error:
-            return image, None, str(error)
+            return image, (0, 0), None, str(error)
 
 
 def extracted(
@@ -117,13 +118,15 @@ def extracted(
     prepared = Prepared(images, extractor)
     loader: Any = DataLoader(prepared, options.batch_size, num_workers=options.workers, collate_fn=list)
     for batch in tqdm(loader, unit="batch"):
-        inputs = [one for _, one, reason in batch if reason is None]
+        inputs = [one for *_, one, reason in batch if reason is None]
         regions = iter(extractor(inputs) if inputs else ())
-        for image, _, reason in batch:
+        for image, size, _, reason in batch:
             try:
                 if reason is not None:
                     raise ValueError(reason)
-                yield image.id, stored(next(regions), np.dtype(options.dtype))
+                own = next(regions)
+                features = as_stored(own["features"], np.dtype(options.dtype))
+                yield image.id, dict(features=features, boxes=own["boxes"] * np.array([*size, *size]))
             except ValueError as error:
                 skipped.append(image.id)
                 tqdm.write(f"skipped image {image.id}: {error}", file=sys.stderr)
@@ -156,7 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     option = parser.add_argument
     option("images", type=Path, metavar="IMAGES", help="folder of the pictures")
-    option("out", type=Path, metavar="OUT", help="file of regions, .npz")
+    option("out", type=Path, metavar="OUT", help="file of regions, .hdf5")
     option("--splits", type=Path, metavar="JSON", help="Karpathy's file with the images' ids")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--torchvision", metavar="NAME")

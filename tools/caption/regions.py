@@ -19,25 +19,25 @@ from torch.nn import functional
 
 from tools.caption.backbones import TimmBackbone, read_weights
 
-Regions = dict[str, np.ndarray]  # features (n, D), boxes (n, 4), scores (n,)
+Regions = dict[str, np.ndarray]  # features (n, D), boxes (n, 4)
 HINT = "pass --checkpoint FILE, or --no-weights"
 _CLASSES = "roi_heads.box_predictor.cls_score.weight"
 
 
-def as_regions(features: Tensor, boxes: Tensor, scores: Tensor, height: float, width: float) -> Regions:
+def as_regions(features: Tensor, boxes: Tensor, height: float, width: float) -> Regions:
     """Convert the regions of one picture to arrays; ``boxes`` are in pixels of a picture of this height and width."""
     relative = boxes.double() / boxes.new_tensor([width, height, width, height]).double()
-    tensors = dict(features=features, boxes=relative.clamp(0, 1), scores=scores)
+    tensors = dict(features=features, boxes=relative.clamp(0, 1))
     return {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
 
 
-def stored(regions: Regions, dtype: np.dtype) -> Regions:
-    """Return the regions with features of another type; raise a ValueError if one is then not finite."""
+def as_stored(features: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return features of another type; raise a ValueError if one is then not finite."""
     with np.errstate(over="ignore"):
-        features = regions["features"].astype(dtype)
+        features = features.astype(dtype)
     if not np.isfinite(features).all():
         raise ValueError(f"features are NaN, infinite or beyond {dtype}")
-    return {**regions, "features": features}
+    return features
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Selection:
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be from 0 to 1, got {value}")
 
-    def __call__(self, boxes: Tensor, scores: Tensor, height: float, width: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, boxes: Tensor, scores: Tensor, height: float, width: float) -> Tensor:
         """Select regions among a detector's proposals on a picture of ``height`` × ``width`` pixels.
 
         Args:
@@ -68,8 +68,8 @@ class Selection:
             scores (Tensor[P, K]): Scores of the classes without the background.
 
         Returns:
-            boxes (Tensor[n, 4]) within the picture and scores (Tensor[n]), by falling score; without any proposal of a
-            pixel or more, the whole picture with the score 0.
+            boxes (Tensor[n, 4]) within the picture, by falling score; without any proposal of a pixel or more, the
+            whole picture.
         """
         from torchvision.ops import batched_nms
 
@@ -79,10 +79,10 @@ class Selection:
         large = ((boxes[:, 2:] - boxes[:, :2]) >= 1).all(1) & boxes.isfinite().all(1) & scores.isfinite()
         boxes, scores, classes = boxes[large], scores[large], classes[large]
         if len(boxes) == 0:
-            return limit[None] * limit.new_tensor([0, 0, 1, 1]), scores.new_zeros(1)
+            return limit[None] * limit.new_tensor([0, 0, 1, 1])
         kept = batched_nms(boxes, scores, classes, self.iou)  # by falling score
         number = min(max(int((scores[kept] >= self.threshold).sum()), self.minimum), self.maximum)
-        return boxes[kept[:number]], scores[kept[:number]]
+        return boxes[kept[:number]]
 
 
 class TorchvisionRegions:
@@ -136,13 +136,13 @@ class TorchvisionRegions:
         boxes = heads.box_coder.decode(deltas, proposals)[:, 1:].split(counts)
         scores = logits.softmax(-1)[:, 1:].split(counts)  # class 0 is the background
         chosen = [self.selection(*own, *size) for *own, size in zip(boxes, scores, images.image_sizes)]
-        features = heads.box_head(heads.box_roi_pool(maps, [own for own, _ in chosen], images.image_sizes))
-        split = features.split([len(own) for own, _ in chosen])
-        return [as_regions(f, *own, *size) for f, own, size in zip(split, chosen, images.image_sizes)]
+        features = heads.box_head(heads.box_roi_pool(maps, chosen, images.image_sizes))
+        split = features.split([len(own) for own in chosen])
+        return [as_regions(f, own, *size) for f, own, size in zip(split, chosen, images.image_sizes)]
 
 
 class GridRegions:
-    """Extractor with one region per cell of a timm backbone's map, row by row, with the score 1.
+    """Extractor with one region per cell of a timm backbone's map, row by row.
 
     ``options`` are those of :mod:`tools.caption.extract`. Pictures are stretched to ``size``, else to the size stored
     with the weights, else to the model's own. If the map has fewer cells than asked for, some regions are equal.
@@ -168,5 +168,5 @@ class GridRegions:
         maps = functional.adaptive_avg_pool2d(self.backbone(torch.stack(batch).to(self.device)), n)
         corner = torch.arange(n * n)
         low = torch.stack([corner % n, corner // n], 1).float()
-        boxes, scores = torch.cat([low, low + 1], 1), torch.ones(n * n)
-        return [as_regions(features.T, boxes, scores, n, n) for features in maps.flatten(2)]
+        boxes = torch.cat([low, low + 1], 1)
+        return [as_regions(features.T, boxes, n, n) for features in maps.flatten(2)]
