@@ -26,6 +26,7 @@ SWIN = "swin_tiny_patch4_window7_224"
 NETWORKS = (
     ("swinv2_tiny_window8_256", "swinv2_tiny_window8_256", 256, 2, ("float32", "autocast to bfloat16")),
     ("samvit_base_patch16_224", "samvit_base_patch16_224", 224, 1, ("float32",)),
+    ("mvitv2_tiny", "mvitv2_tiny", 224, 2, ("float32",)),
     ("attn_vit_small_patch16_224", "vit_small_patch16_224", 224, 2, ("float32",)),
 )
 
