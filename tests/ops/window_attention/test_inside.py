@@ -80,9 +80,12 @@ def test_first_keys(kernel, dilation):
         assert first_keys(size, kernel, dilation).tolist() == expected
 
 
+EAGER = [pytest.param("eager", name, marks=pytest.mark.slow) for name in (CONTENT, POSITION)]
+KERNEL = [("cpu", name) for name in (BOTH, CONTENT, POSITION) if "cpu" in plain_backends(BOTH)]
+
+
 @EVERY
-@pytest.mark.parametrize("name", [BOTH, CONTENT, POSITION])
-@pytest.mark.parametrize("backend", plain_backends(BOTH))
+@pytest.mark.parametrize("backend, name", [*KERNEL, ("eager", BOTH), *EAGER])
 def test_backends_for_cpus(backend, name, geometry):
     for dtype in (DOUBLE, SINGLE, BRAIN):
         check(drawn(name, geometry, dtype=dtype, d=19, dv=18), backend, dtype, times=4)
