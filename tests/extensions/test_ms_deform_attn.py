@@ -63,11 +63,11 @@ def test_values_and_gradients_are_those_of_grid_sample(d):
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("d", [5, 30, 32, 64, 71, 1025, 2048, 3096])  # from 30 on those of Deformable DETR's test
+@pytest.mark.parametrize("d", [2, 30, 32, 64, 71, 1025, 2048, 3096])  # from 30 on those of Deformable DETR's test
 def test_numerical_gradients(d):
     """Wide heads are checked in a random direction: at 3096, the matrices of all derivatives would take 37 GB."""
     leaves = [t.requires_grad_() for t in operands(d)]
-    assert torch.autograd.gradcheck(Attend.apply, leaves, fast_mode=d > 5)
+    assert torch.autograd.gradcheck(Attend.apply, leaves, fast_mode=d > 2)
 
 
 def test_layouts_and_autocast_change_nothing():

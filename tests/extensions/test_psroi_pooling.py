@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from attn_plugins.extensions import dcnv2, maskrcnn_benchmark, psroi_pooling
 from attn_plugins.extensions.psroi_pooling import Bins
+from tests.helpers.slow_cases import slow_but
 
 BINS = {
     "plain": Bins(True, 0.5, 3, 1, 2, 2, 2, 0.0),
@@ -124,9 +125,13 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@every
-def test_averages_counts_and_gradients_are_those_of_loops(bins, dtype):
+EVERY = [(name, dtype) for name in BINS for dtype in (torch.float32, torch.float64)]
+QUICK = [case for case in EVERY if case[0] in ("plain", "moved") or case[1] == torch.float64]
+
+
+@pytest.mark.parametrize("name, dtype", slow_but(QUICK, EVERY), ids=str)
+def test_averages_counts_and_gradients_are_those_of_loops(name, dtype):
+    bins = BINS[name]
     input, rois, offset = operands(bins, dtype)
     if bins.no_trans:
         offset = input.detach().new_empty(0)  # as the layers pass it

@@ -32,7 +32,7 @@ def operators() -> None:
     for kernels in ((), ("grid_sampler_2d",), ("grid_sampler_2d", "grid_sampler_2d_backward")):
         registered = other_device.has(*kernels)
         for name in EXAMPLES if not kernels else [name for name in EXAMPLES if name.startswith("deform")]:
-            some = example(name, "small", "cpu", torch.float32)
+            some = example(name, "tiny", "cpu", torch.float32)
             with ops.backend("reference"):
                 expected = differentiate(some.call, some.leaves())
             actual = differentiate(some.call, elsewhere(some.leaves()))
@@ -72,7 +72,7 @@ def autocast() -> None:
     """The dtypes of operators are those of the CPU."""
     for name in EXAMPLES:
         if "padding" not in name:
-            some = example(name, "small", "cpu", torch.float32)
+            some = example(name, "tiny", "cpu", torch.float32)
             with torch.autocast("cpu", torch.bfloat16):
                 dtype = some.call(**some.tensors).dtype
             with torch.autocast(DEVICE, torch.bfloat16):

@@ -70,15 +70,14 @@ def test_variants_print_differently():
 
 
 HALVES = (torch.float16, torch.bfloat16)
+DTYPES = [(torch.float32, None), *((half, None) for half in HALVES), *((torch.float32, half) for half in HALVES)]
+CASES = [(name, *dtypes) for name in VARIANTS for dtypes in DTYPES]
+# Every class in all dtypes, its variants in two.
+QUICK = [case for case in CASES if case[0] in MODULES or case[1:] in (DTYPES[0], DTYPES[2])]
 
 
 @every_device
-@pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float32, None), *((half, None) for half in HALVES), *((torch.float32, half) for half in HALVES)],
-    ids=str,
-)
-@every_variant
+@pytest.mark.parametrize(("name", "dtype", "autocast"), slow_but(QUICK, CASES), ids=str)
 def test_equals_float64_on_the_cpu(name, dtype, autocast, device):
     tolerance = factor(name) * (2 if autocast else 1)
     check_module(made(name), inputs(name), device, dtype, autocast=autocast, factor=tolerance)
@@ -98,7 +97,11 @@ def test_float64_stays_float64_inside(name):
         assert (actual[key] - wanted).abs().max() <= 1e-12 * size[key.split()[0]], key
 
 
-@pytest.mark.parametrize("name", slow_but([name for name in VARIANTS if name != "ViTAdapter"], [*VARIANTS]))
+# A few variants take a second.
+COSTLY = ("ViTAdapter", "MultimodalDecoderBlock, parallel", "MultimodalDecoderBlock, stacked-visual")
+
+
+@pytest.mark.parametrize("name", slow_but([name for name in VARIANTS if name not in COSTLY], [*VARIANTS]))
 def test_gradients_of_both_orders(name):
     """Finite differences along random directions, of all inputs and parameters; every parameter learns.
 
@@ -127,7 +130,7 @@ def test_gradients_of_both_orders(name):
         assert gradient.abs().max() > 1e-12 or parameter.endswith(WITHOUT_EFFECT), parameter
 
 
-@every_variant
+@pytest.mark.parametrize("name", slow_but(MODULES, [*VARIANTS]))
 def test_gradients_with_a_graph_equal_those_without(name):
     """The inputs depend on the parameters, as in a layer that is called twice."""
     module = made(name, dtype=torch.float64)
@@ -206,7 +209,7 @@ def test_linear_layers_get_tokens_and_no_maps(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", DROPPING)
+@pytest.mark.parametrize("name", slow_but([name for name in DROPPING if name in MODULES], DROPPING))
 def test_dropout_is_of_training_alone(name):
     """Weights that are written out, of which a probability near 0 drops none, give what the operator computes."""
     args, kwargs = moved(inputs(name), "cpu", torch.float64)

@@ -19,6 +19,7 @@ from tests.helpers.memory_format_checks import FORMATS, has_format
 from tests.helpers.module_inputs import drawn, inputs
 from tests.helpers.operator_checks import DEVICES
 from tests.helpers.public_modules import MODULES, VARIANTS, often
+from tests.helpers.slow_cases import slow_but
 
 
 class Flat(nn.Module):
@@ -149,7 +150,7 @@ SEEDS = (0, 1, 2)
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", slow_but(MODULES, [*VARIANTS]))
 def test_vmap_of_grad_is_a_loop(name):
     """Gradients of an ensemble, each with its own parameters and sample."""
     members = [drawn(VARIANTS[name](dtype=torch.float64), 0.3, seed).eval() for seed in SEEDS]

@@ -135,7 +135,7 @@ HALVES_IN_TRITON = list(zip(ONE_EACH, (HALF, BRAIN, BRAIN, HALF, HALF)))
     "name, backend, device, dtype",
     [
         *rows(dtypes=tuple(BOUNDS), in_triton=IN_TRITON, quick=QUICK, quick_in_triton=QUICK_IN_TRITON),
-        *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=in_triton_marks(n == "global_attention"))
+        *(pytest.param(n, "triton", triton_checks.DEVICE, d, marks=in_triton_marks(quick=False))
           for n, d in HALVES_IN_TRITON),
     ],
     ids=str,
@@ -204,7 +204,7 @@ def test_masks_and_extreme_logits(name, backend, device, dtype):
 WITH_CONTENT = [n for n in ATTENTION if "query" in example(n).tensors]
 
 
-@by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON, quick_in_triton=ATTEND_IN_TRITON[:3])
+@by_row(WITH_CONTENT, in_triton=ATTEND_IN_TRITON, quick_in_triton=GLOBAL)
 def test_scales_of_zero_and_below_equal_the_reference(name, backend, device, dtype):
     """A scale of 0 makes no use of uninitialized memory, which deterministic mode fills with NaN."""
     some = drawn(name, backend, device, dtype)
@@ -217,7 +217,7 @@ def test_scales_of_zero_and_below_equal_the_reference(name, backend, device, dty
         assert_close(dict(output=output), dict(output=expected), bound_of(backend, dtype))
 
 
-@by_row(WITH_CONTENT, dtypes=(SINGLE,), in_triton=ATTEND_IN_TRITON)
+@by_row(WITH_CONTENT, dtypes=(SINGLE,), in_triton=ATTEND_IN_TRITON, quick_in_triton=GLOBAL)
 @pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_nan_is_not_hidden(name, backend, device, dtype):
     some = drawn(name, backend, device, dtype)

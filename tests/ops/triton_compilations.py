@@ -74,9 +74,9 @@ def windows(H: int, W: int, kernel: tuple[int, int], d=32, B=2, M=8, dtype=HALF,
 
 
 def no_size_is_compiled_for() -> None:
-    """Twenty sizes compile what one does; short queries and keys, and widths, have tiles of their own."""
+    """Many sizes compile what one does; short queries and keys, and widths, have tiles of their own."""
     for d in (32, 24, 5):
-        first, *others = [compiled_variants(crosses(n, m, d)) for n in (1, 16, 17, 97, 128) for m in (31, 33, 64, 96)]
+        first, *others = [compiled_variants(crosses(n, m, d)) for n in (1, 17, 97, 128) for m in (31, 33, 96)]
         assert len(first) == 8
         assert all(other == first for other in others)
 
@@ -90,23 +90,23 @@ def no_size_is_compiled_for() -> None:
     for call in (windows(16, 16, (3, 3), M=4), windows(1, 97, (1, 13), B=3), windows(33, 1, (5, 1))):
         assert compiled_variants(call) == once
 
-    first, *others = [compiled_variants(sequences(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n)) for n in range(20)]
+    first, *others = [compiled_variants(sequences(65 + 37 * n, 70 + 16 * n, 2 * n + 1, n * n)) for n in range(0, 20, 2)]
     assert all(other == first for other in others), [len(first), *map(len, others)]
     assert len(first) == 4
     every = set(first)
-    for n in range(1, 70):
+    for n in (*range(1, 20), *range(30, 70, 4)):
         every |= compiled_variants(sequences(n, n % 7 + 1, 1 + 2 * (n % 5), n, B=n % 3 + 2, M=n % 4 + 1))
     assert len(every) == 6, len(every)
 
     for dtype in (SINGLE, HALF):
         once = compiled_variants(maps((50, 84), (17, 33), dtype))
         assert len(once) == 3, once
-        for H, W in itertools.product((1, 2, 16, 23, 64), (34, 42, 50, 61, 63)):
+        for H, W in itertools.product((1, 16, 23), (34, 50, 63)):
             assert compiled_variants(maps((H * 2, W * 2), (H, W), dtype)) == once, (H, W)
         content = compiled_variants(maps((50, 84), (25, 42), dtype, "1000"))
         for H, W in ((1, 1), (3, 5), (16, 16), (200, 7), (1, 1000)):
             assert compiled_variants(maps((H, W), (H, W), dtype, "1000")) == content, (H, W)
-    everything = set().union(*(compiled_variants(maps((7, 2 * W), (5, W))) for W in range(1, 140)))
+    everything = set().union(*(compiled_variants(maps((7, 2 * W), (5, W))) for W in range(1, 140, 3)))
     forwards = [variant for variant in everything if variant.kernel == "forward"]
     assert len(forwards) <= 10, len(forwards)  # five widths of tiles, logits read one or eight at a time
 

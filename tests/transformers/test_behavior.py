@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import threading
 from collections.abc import Callable
 from types import MethodType
@@ -15,11 +16,13 @@ from torch import Tensor, nn
 
 from attn_plugins.replacement import is_replaced
 from attn_plugins.transformers import accelerate
+from tests.helpers.slow_cases import slow_but
 from tests.transformers.families import build, inputs
 from tests.transformers.test_families import Calls, assert_same, outputs
 
 # A family of each kind: a layer, a function, a function with points by level, and one that layers keep.
 KINDS = ("deformable_detr", "mask2former", "rt_detr_v2", "d_fine")
+APART = ("deformable_detr", "d_fine")  # whose layers have the least in common
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
 
 
@@ -61,9 +64,11 @@ def test_gradients_of_one_image(family):
     assert_same(gradients[1], gradients[0], 1e-9)
 
 
+HOOKED = list(itertools.product(KINDS, HOOKS))
+
+
 @pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family, hook", slow_but([c for c in HOOKED if c[0] in APART or c[1] == HOOKS[3]], HOOKED))
 def test_hooks_are_called(family, hook, first):
     def change(layer: Any, record: list) -> None:
         for name, part in layer.named_modules():
@@ -112,8 +117,10 @@ def replace_core(layer: Any, record: list) -> None:
     layer.ms_deformable_attn_core = core
 
 
-@pytest.mark.parametrize("family", KINDS)
-@pytest.mark.parametrize("change", [halve, wrap_forward, quantize])
+CHANGED = list(itertools.product([halve, wrap_forward, quantize], KINDS))
+
+
+@pytest.mark.parametrize("change, family", slow_but([c for c in CHANGED if c[1] in APART or c[0] is halve], CHANGED))
 def test_replaced_parts_are_used(family, change):
     rounding = 1e-3 if change is quantize else 1e-5  # a step of the next layer's 8-bit inputs
     assert_alike(family, change, first=False, tolerance=rounding)
@@ -123,7 +130,7 @@ def test_a_replaced_core_is_used():
     assert_alike("d_fine", replace_core, first=False)
 
 
-@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("family", slow_but(APART, KINDS))
 def test_copies_pickles_and_threads(family):
     model, given = build(family), inputs(family)
     replaced = accelerate(model)

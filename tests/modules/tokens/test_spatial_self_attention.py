@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import cycle, product
 
 import pytest
@@ -46,6 +47,12 @@ def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Te
     q, k, v = (
         x @ w.T + b for x, w, b in zip((query, key, value), layer.in_proj_weight.chunk(3), layer.in_proj_bias.chunk(3))
     )
+
+    @cache
+    def relative(dy: int, dx: int) -> Tensor:
+        rows, columns = (torch.from_numpy(encode(offset, C)) for offset in (dy, dx))
+        return layer.row_table.weight @ rows + layer.column_table.weight @ columns
+
     output = torch.empty_like(query)
     for b in range(2):
         for i in range(prefix + N):
@@ -60,8 +67,7 @@ def by_loops(layer, query, key, value, padding=None, reach=None, prefix=0) -> Te
                     near.append(reach is None or not placed or max(abs(dy), abs(dx)) <= reach)
                     R = torch.zeros(d, dtype=torch.float64)  # without a position of its own
                     if placed and (bits[1] == "1" or bits[3] == "1"):
-                        rows, columns = (torch.from_numpy(encode(offset, C)) for offset in (dy, dx))
-                        R = (layer.row_table.weight @ rows + layer.column_table.weight @ columns)[part]
+                        R = relative(dy, dx)[part]
                     u, v_ = (None if t is None else t[part] for t in (layer.saliency, layer.position))
                     given = q[b, i, part], k[b, j, part], u, v_, R
                     added = layer.gate[m] * zhu_logit("0" + bits[1:], *given) if "1" in bits[1:] else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from itertools import cycle
 
 import pytest
@@ -46,24 +47,33 @@ BILATERAL = [
 ]
 
 
+@lru_cache
+def encoded(offset: int) -> Tensor:
+    return sine_encoding(torch.tensor([offset], dtype=torch.float64), C, 10000.0)[0]
+
+
+@lru_cache
+def table_logits(module: WindowSelfAttention, dy: int, dx: int) -> Tensor:
+    """Compute each head's logit of an offset, from the table."""
+    Wh, Ww = module.window_size
+    if module.version == "v1":
+        return module.relative_position_bias_table[(Wh - 1 - dy) * (2 * Ww - 1) + Ww - 1 - dx]
+    x = [8 * -o / max(n - 1, 1) for o, n in zip((dy, dx), module.pretrained_window_size or (Wh, Ww))]
+    coordinates = torch.tensor([math.copysign(math.log2(1 + abs(a)) / 3, a) for a in x], dtype=torch.float64)
+    return 16 * torch.sigmoid(module.cpb_mlp(coordinates))
+
+
 def offset_logit(module: WindowSelfAttention, head: int, query: Tensor, dy: int, dx: int) -> Tensor:
     """Compute one query's logit, from the table and relative terms, for the key at (dy, dx) = k - q."""
-    (Wh, Ww), d, kinds = module.window_size, C // M, module.position_kind.split("+")
+    d, kinds = C // M, module.position_kind.split("+")
     logit = query.new_zeros(())
     if "relative" in kinds:
         heads = slice(head * d, (head + 1) * d)
         for table, offset in ((module.row_table, dy), (module.column_table, dx)):
-            encoding = sine_encoding(torch.tensor([offset], dtype=query.dtype), C, 10000.0)[0]
             v = module.position[heads] * d**-0.5
-            logit = logit + (query + v) @ (table.weight[heads] @ encoding)
+            logit = logit + (query + v) @ (table.weight[heads] @ encoded(offset))
         logit = module.gate[head] * logit
-    if "table" not in kinds:
-        return logit
-    if module.version == "v1":
-        return logit + module.relative_position_bias_table[(Wh - 1 - dy) * (2 * Ww - 1) + Ww - 1 - dx, head]
-    x = [8 * -o / max(n - 1, 1) for o, n in zip((dy, dx), module.pretrained_window_size or (Wh, Ww))]
-    coordinates = query.new_tensor([math.copysign(math.log2(1 + abs(a)) / 3, a) for a in x])
-    return logit + 16 * torch.sigmoid(module.cpb_mlp(coordinates)[head])
+    return logit + table_logits(module, dy, dx)[head] if "table" in kinds else logit
 
 
 def bilateral_logits(module: WindowSelfAttention, head: int, token: Tensor, offsets: list) -> Tensor:

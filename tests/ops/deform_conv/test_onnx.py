@@ -19,8 +19,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 pytestmark = pytest.mark.filterwarnings("ignore")
-EXPORTERS = [pytest.param(False, id="torchscript"), pytest.param(True, id="dynamo")]
-QUICK_EXPORTERS = [EXPORTERS[0], pytest.param(True, id="dynamo", marks=pytest.mark.slow)]
+EXPORTERS = [pytest.param(False, id="torchscript"), pytest.param(True, id="dynamo", marks=pytest.mark.slow)]
 
 
 class Layer(nn.Module):
@@ -112,7 +111,7 @@ def test_opsets_22_and_23_have_one_node(opset, tmp_path):
     torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dynamo", QUICK_EXPORTERS)
+@pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_half_precision_keeps_positions_in_float32(dynamo, tmp_path):
     some = drawn("wide", torch.float16)
     layer, file = Layer(some), tmp_path / "layer.onnx"
@@ -121,7 +120,7 @@ def test_half_precision_keeps_positions_in_float32(dynamo, tmp_path):
     torch.testing.assert_close(run(file, maps(some)), layer(*maps(some)).detach(), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dynamo", QUICK_EXPORTERS)
+@pytest.mark.parametrize("dynamo", EXPORTERS)
 def test_reference_is_exported_as_operations(dynamo, tmp_path):
     some, file = drawn("wide", SINGLE), tmp_path / "layer.onnx"
     with ops.backend("reference"):

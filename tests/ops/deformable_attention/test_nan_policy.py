@@ -106,7 +106,7 @@ QUICK = [kind for kind in KINDS if kind[0] == "cpu" or kind[1:] in ((3, torch.fl
 
 
 @pytest.mark.parametrize("backend, d, dtype", slow_but(QUICK, KINDS))
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("bad", [NAN, INF, pytest.param(-INF, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["value", "sampling_locations", "attention_weights", "grad_output"])
 def test_any_number_that_is_not_finite(backend, dtype, d, bad, where):
     """In one element of each tensor in turn; in a gradient, samples beside the map have NaN as well."""

@@ -17,12 +17,12 @@ from tests.ops.test_contract_backends import BRAIN, HALF, SINGLE, check
 pytestmark = needs_triton
 CASES = {
     "two images": dict(B=2),
-    "one pixel": dict(levels=((1, 1),)),
-    "a width of no vector": dict(d=5, K=3),
+    "one pixel": dict(levels=((1, 1),), M=1),
+    "a width of no vector": dict(d=5, K=3, M=1),
     "several blocks of queries": dict(d=70, Q=20, M=1, K=1, levels=((2, 3),)),
     "several blocks of channels": dict(d=131, M=1, Q=2, K=1),
     "nine levels": dict(levels=((2, 1),) * 5 + ((1, 3),) * 4, K=1, M=1),
-    "far beside the map": dict(far=1e5),
+    "far beside the map": dict(far=1e5, M=1),
 }
 
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,12 +24,16 @@ def loops(
     prefix_value=None,
 ) -> Tensor:  # fmt: skip
     """Compute Equations 1 and 2, one query and one key at a time; a prefix has content alone."""
+    given = value, query, key, row_logits, column_logits, key_logits, prefix_key, prefix_value
+    value, query, key, row_logits, column_logits, key_logits, prefix_key, prefix_value = (
+        None if t is None else t.numpy() for t in given
+    )
     B, M, Hk, Wk, dv = value.shape
     grids = [t.shape[2:4] for t in (query, row_logits, column_logits) if t is not None]
     Hq, Wq = (max([1, *sizes]) for sizes in zip(*grids)) if grids else (1, 1)
-    output = value.new_zeros(B, M, Hq, Wq, dv)
+    output = np.zeros((B, M, Hq, Wq, dv))
 
-    def at(tensor: Tensor | None, *index: int) -> float:
+    def at(tensor: np.ndarray | None, *index: int) -> float:
         return 0.0 if tensor is None else float(tensor[tuple(min(i, n - 1) for i, n in zip(index, tensor.shape))])
 
     for b, m, y, x in itertools.product(range(B), range(M), range(Hq), range(Wq)):
@@ -43,7 +48,7 @@ def loops(
             values.append(prefix_value[b, m, p])
         weights = [math.exp(logit) for logit in logits]
         output[b, m, y, x] = sum(weight / sum(weights) * row for weight, row in zip(weights, values))
-    return output
+    return torch.from_numpy(output)
 
 
 # Terms, axes of size 1, and the number of keys without a position.

@@ -13,6 +13,7 @@ from torch import Tensor
 from attn_plugins.core import chunks
 from attn_plugins.ops import backend
 from attn_plugins.ops.sequence_attention import cpu
+from tests.helpers.slow_cases import slow_but
 from tests.ops.sequence_attention.operands import TERMS, drawn, identifiers, padding
 from tests.ops.test_contract import FIRST, assert_close, forced, results
 from tests.ops.test_contract_backends import DOUBLE, SINGLE, check
@@ -111,8 +112,11 @@ def test_a_batch_shares_logits(B, M, T, shared, path):
     check(drawn(lone=lone, mask=padding(B, 11), T=T, S=11, B=B, M=M, K=5), path, DOUBLE)
 
 
+STARTS = [(False, 0), (False, 7), (False, 14), (True, 0), (True, 7), (True, 16)]
+
+
 @pytest.mark.parametrize("number", [0, -1.5, -math.inf])
-@pytest.mark.parametrize("causal, start", [(False, 0), (False, 7), (False, 14), (True, 0), (True, 7), (True, 16)])
+@pytest.mark.parametrize("causal, start", slow_but([STARTS[0], STARTS[2], STARTS[4]], STARTS))
 @pytest.mark.parametrize("K, others", [(3, "shared"), (3, "position_logits"), (5, ""), (3, "segments")])
 def test_outside_logits_may_be_a_number(number, causal, start, K, others, path):
     """One of -inf limits the range: to windows of 3 of 12 keys, which pays, or to 5. Some queries have no key."""
