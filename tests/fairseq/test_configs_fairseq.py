@@ -209,12 +209,12 @@ def test_the_one_line_commands_are_the_recipes(room, command, joined, images):
 
 
 def documented() -> list[Any]:
-    """Return the READMEs' overrides by recipe. Of those of each recipe and kind of table, the first is not slow."""
+    """Return the READMEs' overrides by recipe. Of each kind of override, the first is not slow."""
     cases, kinds = [], set()
     for section in re.split(r"^## ", ROOMS[""], flags=re.M):
         recipe = re.search(r"--config-name (\w+)", section)
         for row in table_overrides(section):
-            kind = recipe[1], row.split(".")[0], row.split("=")[0].rpartition("_")[0]
+            kind = row.split(".")[0], row.split("=")[0].rpartition("_")[0]
             marks = [pytest.mark.slow] if kind in kinds else []
             cases.append(pytest.param("", recipe[1], row, marks=marks))
             kinds.add(kind)

@@ -26,7 +26,7 @@ MIXED = ["--arch=spatial_transformer_tiny", "--encoder-attention=0110", "--decod
 MIXED += ["--cross-attention=1000", "--deformable", "--encoder-layers=1", "--decoder-layers=2"]
 CPU = ["--user-dir=plugins/fairseq", "--cpu", "--num-workers=0"]
 RUN = ["--optimizer=adam", "--lr=0.01", "--batch-size=10", "--log-format=simple", "--log-interval=1"]
-UPDATES = 8
+UPDATES = 4
 
 
 def train_command(data: Path, folder: Path, *options: Any) -> list[str]:
@@ -51,7 +51,7 @@ def trained(data, tmp_path_factory) -> tuple[Path, str]:
     where = subprocess.run(
         [sys.executable, "-m", "attn_plugins", "fairseq-dir"], cwd=folder, capture_output=True, text=True, check=True
     )
-    options = [f"--user-dir={where.stdout.strip()}", "--cpu", "--num-workers=2", "--save-interval-updates=4"]
+    options = [f"--user-dir={where.stdout.strip()}", "--cpu", "--num-workers=2", "--save-interval-updates=2"]
     command = train_command(data, folder, *options, f"--max-update={UPDATES}")
     result = run(command, cwd=folder)
     assert result.returncode == 0, result.stderr
@@ -62,7 +62,8 @@ def test_generate_scores_and_refuses_another_model(data, trained):
     folder, trained_log = trained
     assert list(losses(trained_log)) == list(range(1, UPDATES + 1))
     generate = ["generate", data, *CPU, "--path", folder / "checkpoint_last.pt"]
-    scored = ["--beam=4", "--scoring=sacrebleu", "--remove-bpe", "--required-batch-size-multiple=1", "--batch-size=3"]
+    scored = ["--beam=4", "--max-len-b=10", "--scoring=sacrebleu", "--remove-bpe"]
+    scored += ["--required-batch-size-multiple=1", "--batch-size=3"]
     other = ["--model-overrides", "{'encoder_attention': '1111'}"]
     log, refused = in_one_process([*generate, *scored], [*generate, *other], check=False)
     assert "Translated 8 sentences" in log

@@ -359,16 +359,25 @@ COLUMNS: dict[str, Scenario] = {
 COMPILED = ("`torch.compile`", "`layer.compile()`, copies", "`torch.export`", "OpenVINO")  # 3 to 12 seconds a cell
 
 
-def cells(rows: Iterable[str], slow: Container[str] = (), non_finite: Container[str] | None = None) -> list:
+def cells(
+    rows: Iterable[str],
+    slow: Container[str] = (),
+    non_finite: Container[str] | None = None,
+    threads: Container[str] | None = None,
+    backward_hooks: Container[str] | None = None,
+) -> list:
     """Return rows and columns of the tables as cases of a test.
 
     ``make test`` leaves out what compiles, which ``tests/torchvision/test_replaced_layers.py`` has, the rows named
-    ``slow``, and inputs that are not finite in other rows than ``non_finite``, if that is given.
+    ``slow``, and what takes longest, inputs that are not finite, threads and backward hooks, in other rows than those
+    that are given.
     """
+    columns = {"non-finite inputs": non_finite, "threads": threads, "backward hooks": backward_hooks}
 
     def case(row: str, column: str) -> Any:
         is_slow = row in slow or column in COMPILED
-        is_slow |= column == "non-finite inputs" and non_finite is not None and row not in non_finite
+        quick = columns.get(column)
+        is_slow |= quick is not None and row not in quick
         return pytest.param(row, column, marks=[pytest.mark.slow] if is_slow else [])
 
     return [case(row, column) for row in rows for column in COLUMNS]

@@ -38,10 +38,14 @@ def bases_of_configs() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_log_of_an_earlier_run() -> None:
-    """Forget mmengine's loggers: models write to the newest one's file, which fairseq's Hydra closes."""
+    """Forget mmengine's loggers: models write to the newest one's file, which fairseq's Hydra closes.
+
+    The new one is silent about every parameter's learning rate.
+    """
     from mmengine.logging import MMLogger
 
     MMLogger._instance_dict.clear()
+    MMLogger.get_instance("mmengine").setLevel("WARNING")
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,37 @@ def narrow(config: Any) -> Any:
     return config
 
 
+WIDTHS = {
+    "in_channels", "out_channels", "channels", "c1_in_channels", "c1_channels", "feat_channels", "conv_out_channels",
+    "fc_out_channels", "fusion_channels", "embed_dims", "num_feats", "feedforward_channels",
+}  # fmt: skip
+
+
+def quarter(model: Any) -> None:
+    """Reduce every width in the config of a model with a whole ResNet or ViT to a quarter, and compare fewer points."""
+    backbone = model.backbone
+    if "vit" in backbone:
+        if "embed_dim" in backbone.get("vit_kwargs", {}):
+            return
+        backbone.vit_kwargs = dict(backbone.get("vit_kwargs", {}), embed_dim=96)  # of ViT-S
+        if backbone.type == "ViTPyramid":
+            backbone.out_channels = 64
+    elif backbone.type == "AAResNet":
+        backbone.channels = (16, 32, 64, 128)
+    elif backbone.get("base_channels", 64) == 64:
+        backbone.base_channels = backbone.stem_channels = 16
+    else:
+        return
+    if model.get("bbox_head", {}).get("type") in ("DeformableDETRHead", "DINOHead"):
+        model.bbox_head.embed_dims = 256  # as by default
+    for part in dictionaries({name: part for name, part in model.items() if name != "backbone"}):
+        for key in part.keys() & WIDTHS:
+            value = part[key]
+            part[key] = [n // 4 for n in value] if isinstance(value, (list, tuple)) else value // 4
+        if "num_points" in part and "importance_sample_ratio" in part:
+            part["num_points"] = 500
+
+
 def shallow(config: Any) -> Any:
     """Keep at most three layers of a transformer's encoder and decoder, one for each level, and few proposals."""
     model = config.model

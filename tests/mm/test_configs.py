@@ -17,7 +17,7 @@ from tests.mm.mm_helpers import (
     ROOT,
     demo_batch,
     initialize,
-    narrow,
+    quarter,
     shallow,
     training_step,
     without_downloads,
@@ -38,7 +38,8 @@ def load(path: Path) -> Config:
     for augment in config.model.data_preprocessor.get("batch_augments") or ():
         # The size that a batch is padded to; RetinaNet's coarsest level then has 2 × 2 positions.
         augment.size = (96, 96) if config.model.get("of") == "Mask2Former" else (160, 160)
-    return shallow(narrow(without_downloads(config)))
+    quarter(config.model)
+    return shallow(without_downloads(config))
 
 
 def picture(config: Config) -> dict:

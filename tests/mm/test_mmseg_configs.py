@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.mm.mm_helpers import (
     demo_batch,
     dictionaries,
     initialize,
+    quarter,
     training_step,
     without_downloads,
     without_gradient,
@@ -58,31 +61,45 @@ def load(path: Path) -> Config:
 
 
 def small(model: Config) -> Config:
-    """Return a config's model for small pictures, with a quarter of the channels if it uses a full ResNet."""
+    """Return a config's model for small pictures, with a quarter of the channels if its backbone is a whole one."""
     model = copy.deepcopy(model)
     model.data_preprocessor.size = SIZE
     model.test_cfg = dict(mode="whole")
-    if "num_points" in (model.decode_head.get("train_cfg") or {}):
-        model.decode_head.train_cfg.num_points = 500
-    if (
-        "ResNet" in model.backbone.type
-        and "base_channels" not in model.backbone
-        and model.decode_head.type != "UNetHead"
-    ):
-        model.backbone.base_channels = 16
-        if model.backbone.type == "ResNetV1c":
-            model.backbone.stem_channels = 16
-        quarter(model.decode_head)
-        quarter(model.get("auxiliary_head"))
+    quarter(model)
+    if model.backbone.get("depth") == 101:
+        model.backbone.depth = 50
     return model
 
 
-def quarter(node: Any) -> None:
-    """Reduce every width in a head's config to a quarter."""
-    for part in dictionaries(node):
-        for key in part.keys() & {"in_channels", "channels", "c1_in_channels", "c1_channels"}:
-            value = part[key]
-            part[key] = [n // 4 for n in value] if isinstance(value, (list, tuple)) else value // 4
+@contextmanager
+def without_data() -> Iterator[None]:
+    """Build and run on the meta device without what takes long even there."""
+    with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
+        for draw in ("uniform_", "normal_", "kaiming_uniform_", "kaiming_normal_"):
+            patch.setattr(torch.nn.init, draw, lambda tensor, *args, **options: tensor)
+        patch.setattr(torch.nn.functional, "batch_norm", lambda x, *args, **options: x)
+        yield
+
+
+BACKBONES: dict[str, tuple[torch.nn.Module, Any]] = {}  # by config, with the maps of a picture: many models share one
+
+
+def whole(model: Config) -> torch.nn.Module:
+    """Build the parts of a whole model without data, and run them on a picture of its own size."""
+    with without_data():
+        if model.decode_head.type in ("MaskFormerHead", "Mask2FormerHead"):  # compute nothing without labels
+            return MODELS.build(model)
+        key = f"{model.backbone} {model.data_preprocessor.size}"
+        if key not in BACKBONES:
+            backbone = MODELS.build(model.backbone)
+            backbone.eval()
+            BACKBONES[key] = backbone, backbone(torch.empty(1, 3, *model.data_preprocessor.size))
+        backbone, maps = BACKBONES[key]
+        parts = torch.nn.ModuleDict({"backbone": backbone, "decode_head": MODELS.build(model.decode_head).eval()})
+        if model.get("auxiliary_head"):
+            parts["auxiliary_head"] = MODELS.build(model.auxiliary_head)
+        assert parts["decode_head"](maps).shape[:2] == (1, model.decode_head.num_classes)
+        return parts
 
 
 def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -90,27 +107,19 @@ def layers(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
-def test_a_config_trains_and_infers(path, monkeypatch):
+def test_a_config_trains_and_infers(path):
     torch.manual_seed(0)
     config = load(path)
     assert config.log_processor.by_epoch is config.default_hooks.logger.log_metric_by_epoch is False  # all count steps
     classes = config.model.decode_head.num_classes
-    with torch.device("meta"):  # the whole model, without data, on pictures of its own size
-        whole = MODELS.build(config.model).eval()
-        if (
-            "MaskFormer" not in (head := config.model.decode_head.type) and "Mask2Former" not in head
-        ):  # no mode="tensor"
-            with monkeypatch.context() as patch:  # without data, each of these takes 10 ms
-                patch.setattr(torch.nn.functional, "batch_norm", lambda x, *args, **options: x)
-                logits = whole(torch.empty(1, 3, *config.model.data_preprocessor.size), mode="tensor")
-            assert logits.shape[:2] == (1, classes)
+    own_size = whole(config.model)
     for name, parameters in FUSIONS.items():
         if path.name.startswith(name):
-            fusions = getattr(whole.decode_head, "fusions", None) or [whole.decode_head.sep_bottleneck[1]]
+            fusions = getattr(own_size.decode_head, "fusions", None) or [own_size.decode_head.sep_bottleneck[1]]
             assert [sum(p.numel() for p in fusion.conv.parameters()) for fusion in fusions] == parameters
     model = MODELS.build(small(config.model))
     initialize(model)
-    assert layers(model).keys() == layers(whole).keys()
+    assert layers(model).keys() == layers(own_size).keys()
     kinds = {type(layer) for layer in layers(model).values()}
     expected = next((kind for prefix, kind in LAYER_OF.items() if path.name.startswith(prefix)), None)
     assert expected is None or any(issubclass(kind, expected) for kind in kinds)

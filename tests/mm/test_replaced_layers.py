@@ -170,12 +170,17 @@ LAYERS = {
 UNTRACED = ("`torch.export`", "`torch.compile`", "`torch.fx`", "`torch.jit.script`", "OpenVINO")
 
 
-# Rows where inputs that are not finite take few seconds.
-NON_FINITE = ["`accelerate` Swin", "stand-in, mmcv's `DCNv2`"]
-NON_FINITE += [f"`accelerate`, mmcv's `{name}`" for name in ("DCN", "DCNv2", "MultiheadAttention")]
+# Rows where inputs that are not finite take few seconds, and those of every run in two more columns.
+NON_FINITE = ["stand-in, mmcv's `DCNv2`", "`accelerate`, mmcv's `DCN`", "`accelerate`, mmcv's `DCNv2`"]
+NON_FINITE += ["`accelerate`, mmcv's `MultiheadAttention`"]
+THREADS = ["`accelerate` Swin", "`accelerate`, mmcv's `DCNv2`", "`Attended` `SpatialSelfAttention`"]
+LONG = ["`attn_layer` in a ViT", "`accelerate` Swin V2", "`accelerate` MViTv2"]  # of seconds, with backward hooks
 
 
-@pytest.mark.parametrize("name, column", cells(LAYERS, non_finite=NON_FINITE))
+@pytest.mark.parametrize(
+    "name, column",
+    cells(LAYERS, non_finite=NON_FINITE, threads=THREADS, backward_hooks=[row for row in LAYERS if row not in LONG]),
+)
 def test_each_cell_of_the_table_is_what_happens(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")

@@ -12,7 +12,7 @@ import torch
 
 from tests.mm.mm_helpers import ROOT, TRAIN_TOOL
 
-ITERATIONS_PER_EPOCH, EPOCHS = 4, 3
+ITERATIONS_PER_EPOCH, EPOCHS = 4, 2
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 ENVIRONMENT["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
