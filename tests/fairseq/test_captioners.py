@@ -73,7 +73,7 @@ def shown(name: str) -> set[str]:
 
 @every_setting
 def test_every_setting_trains(name, setting):
-    check_training(captioner_of(task(), name, **setting), batch(), lr=0.01, steps=20)
+    check_training(captioner_of(task(), name, **setting), batch(), lr=0.02)
 
 
 @every_setting

@@ -49,7 +49,9 @@ def test_both_stages_train_and_make_captions(model, folder, tmp_path):
         assert states[-1]["optimizer_history"][-1]["num_updates"] == 1
         task.load_dataset("test")
         sample = next(iter(task.get_batch_iterator(task.dataset("test"), max_sentences=4).next_epoch_itr()))
-        generator = task.build_generator([model], states[-1]["cfg"].generation)
+        search = states[-1]["cfg"].generation
+        search.max_len_b = 10  # after one update, no caption ends by itself
+        generator = task.build_generator([model], search)
         assert all(own[0]["score"].isfinite() for own in task.inference_step(generator, [model], sample))
     loss, reward = (state["extra_state"]["best"] for state in states)
     assert loss == states[0]["extra_state"]["val_loss"] > 0

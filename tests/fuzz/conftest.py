@@ -5,7 +5,7 @@ from __future__ import annotations
 
 def pytest_addoption(parser):
     group = parser.getgroup("random calls")
-    group.addoption("--calls", type=int, default=80, help="random calls of each operator (default 80)")
+    group.addoption("--calls", type=int, default=40, help="random calls of each operator (default 40)")
     group.addoption("--seed", type=int, default=0, help="seed of the random calls (default 0)")
     group.addoption("--only", type=int, metavar="NUMBER", help="describe and run one random call")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="device of the random calls (default cpu)")

@@ -57,7 +57,7 @@ def judge(name: str, *number: Any) -> list[str]:
 def pytest_generate_tests(metafunc):
     option = metafunc.config.getoption
     names = NAMES if option("--device", "cpu") == "cpu" else NAMES[:-1]  # mmcv_ext: on CPUs alone
-    firsts = range(0, option("--calls", 80), CASE) if option("--only", None) is None else [option("--only")]
+    firsts = range(0, option("--calls", 40), CASE) if option("--only", None) is None else [option("--only")]
     metafunc.parametrize("name, first", [(name, first) for name in names for first in firsts])
 
 
@@ -66,7 +66,7 @@ def test_random_calls(name, first, pytestconfig):
     seed, device, seconds = option("--seed", 0), option("--device", "cpu"), option("--seconds", None)
     alone = option("--only", None) is not None
     faults = []
-    for number in range(first, first + 1 if alone else min(first + CASE, option("--calls", 80))):
+    for number in range(first, first + 1 if alone else min(first + CASE, option("--calls", 40))):
         repeat = f"pytest tests/fuzz/test_calls.py -k {name} --seed {seed} --device {device} --only {number}"
         if pytestconfig.option.capture == "no":  # shown as it runs: it may end the process
             print(repeat, file=sys.stderr, flush=True)

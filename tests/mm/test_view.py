@@ -143,10 +143,5 @@ def test_what_a_detectors_convolutions_read_is_drawn(tmp_path, digits, capsys):
     picture = np.asarray(Image.open(file).convert("RGB"))
     assert picture.shape[1] > picture.shape[0] > 200
     assert picture.std() > 20
-    for more, words in (
-        (["--layers", "layer9"], "none is called 'layer9': backbone.layer3.0.conv2"),
-        (["--pixels", "40"], "--pixels must be Y,X in pixels of the picture, got '40'"),
-        (["0"], "--follow needs a config of mmdet, and at least 1 layer to follow"),
-    ):
-        assert run(*arguments, *more) == 2
-        assert words in capsys.readouterr().err
+    assert run(*arguments, "--layers", "layer9") == 2
+    assert "none is called 'layer9': backbone.layer3.0.conv2" in capsys.readouterr().err

@@ -39,6 +39,7 @@ def test_all_that_is_asked_of_public_modules():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_by_the_default_exporter(tmp_path):
     onnxruntime = pytest.importorskip("onnxruntime")
