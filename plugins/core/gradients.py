@@ -87,7 +87,7 @@ def traced() -> bool:
 
 
 def unobserved(args: Sequence[Any]) -> bool:
-    """Return whether a call passes the dispatcher unseen, by anything but autograd in reverse mode.
+    """Return whether nothing but reverse-mode autograd can observe a call, so that the dispatcher can be skipped.
 
     Without compilation, tracing, modes, transforms, autocast or a profiler, plain tensors on a CPU or a GPU take the
     same way through the dispatcher every time, which two crossings between Python and C++ make slow.

@@ -17,8 +17,8 @@ from .library import override
 
 SWITCH = "ATTN_PLUGINS_ONEDNN"
 WORK = 4_000_000  # multiplications from which oneDNN is faster; below, its preparation of a call costs more
-WIDE = 256  # the least of a product's larger side where the left factor is transposed, which oneDNN copies
-DEEP = 128  # the least number of terms of each sum for which a product is computed transposed, and copied
+WIDE = 256  # minimum of max(rows, columns) where the left factor is transposed: oneDNN copies it
+DEEP = 128  # minimum of the inner size for which the transposed product is computed, and its result copied
 
 _lock = threading.Lock()
 _overrides: torch.library.Library | None = None

@@ -59,7 +59,7 @@ class Operator:
         operations: Multiplications and additions of the forward, for terms whose tensors are shapes.
         backward_operations: Likewise of the backward, also for the list of gradients that are needed.
         cast: Names of the terms that take autocast's dtype; None for all.
-        nothing: What the results other than an empty output hold.
+        fill_value: Value of the auxiliary results when the output is empty.
         shared: Names of the terms that have no axis of images; every other tensor has it first.
         onnx: ``(terms, options)`` to the output of ONNX's own node in a running export, or None where it has none.
     """
@@ -79,13 +79,13 @@ class Operator:
         backward_operations: Callable[[Any, Any, Sequence[bool]], int],
         fake_gradient: Callable[[str, Tensor], Tensor] = lambda name, term: torch.empty_like(term),
         cast: Sequence[str] | None = None,
-        nothing: float = float("inf"),
+        fill_value: float = float("inf"),
         shared: Sequence[str] = (),
         onnx: Callable[[Any, Any], Tensor | None] | None = None,
     ):
         self.name, self.terms, self.options = name, terms, options
         self.fake, self.fake_gradient, self.reference, self.table = fake, fake_gradient, reference, table
-        self._operations, self._backward_operations, self._nothing = operations, backward_operations, nothing
+        self._operations, self._backward_operations, self._fill_value = operations, backward_operations, fill_value
         self._onnx = onnx
         self._cast = [cast is None or field in cast for field in terms._fields]
         self._count = len(terms._fields)
@@ -239,7 +239,7 @@ class Operator:
             if term is not None and not term.numel():  # kernels get no empty output, which needs an empty term
                 results = self.fake(terms, options)
                 if not results[0].numel():
-                    filled = [result.fill_(self._nothing) for result in results]
+                    filled = [result.fill_(self._fill_value) for result in results]
                     return tuple(filled) if len(filled) > 1 else filled[0]
         return serving.forward(terms, options)
 

@@ -46,7 +46,7 @@ MODELS = tuple(Entry(*entry, STEPS) for entry in _TABLES["models"])
 SHORT = tuple(entry for title in _TABLES["short"] for entry in (*OPERATORS, *MODELS) if entry.title == title)
 GPU = "gpu-h200"
 READING = (
-    "×: the better peer's best time over ours, in bold from 1.05× on.",
+    "×: speed-up over the fastest peer, best against best, in bold from 1.05× on.",
     "Memory: peak extra bytes of ours over that peer's, in both passes; whole mmdet and mmseg models vary by 25 %.",
 )
 
@@ -107,7 +107,7 @@ def gpu(files: Files) -> list[str]:
     return [
         *report.markdown(["operator or module", "peers", *PASSES, "memory"], body),
         "",
-        f"Best times of ours on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
+        f"Times are our fastest run on an {machine['gpu']}, replayed from CUDA graphs with caches flushed (torch "
         f"{machine['torch']}, CUDA {machine['cuda']}, Triton {machine['triton']}, {machine['date']}).",
         *READING,
         "† the peer synchronizes with the host and is host-bound, or its time is noisy.",
@@ -158,7 +158,7 @@ def reading(files: Files, entries: Sequence[Entry]) -> list[str]:
     where = "; ".join(dict.fromkeys(f"{machine['cpu']}, torch {machine['torch']}" for machine in machines))
     noisy = any(row["noisy"] or row["loaded"] for entry in entries for row in files.rows(entry))
     return [
-        f"Best times of ours, float32 ({where}, {when}).",
+        f"Times are our fastest run, float32 ({where}, {when}).",
         *READING,
         *["† noisy: measured on a busy machine, or varying more than 1.3-fold between quartiles."] * noisy,
         "",

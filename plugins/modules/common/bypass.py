@@ -1,4 +1,4 @@
-"""Whether a module of another package may be left out of a computation without anybody noticing.
+"""Tell whether a third-party submodule can be bypassed without visible effect: no hooks, no overridden forward.
 
 Code that replaces a stock layer does not call some of its modules. Where a user has registered hooks on them, replaced
 them or their ``forward``, or switched their dropout on, the stock code must run instead.

@@ -134,5 +134,5 @@ ATTEND = Operator(
     table=[cpu.BACKEND, triton.BACKEND, eager.BACKEND],
     operations=lambda terms, options: sum(_products(terms, options)),
     backward_operations=_backward_operations,
-    nothing=0.0,
+    fill_value=0.0,
 )

@@ -86,7 +86,7 @@ def _cannot_take(terms: Terms, options: Options) -> str | None:
     if options.causal or options.key_padding_mask is not None or options.segment_ids is not None:
         return "it supports neither key_padding_mask nor segment_ids nor causal"
     if query.shape[3] != value.shape[3] or 0 in query.shape:
-        return f"it needs queries and values of one width, not {query.shape[3]} and {value.shape[3]}, and no empty axis"
+        return f"it needs equal query and value widths (got {query.shape[3]} and {value.shape[3]}) and no empty axis"
     return None
 
 
