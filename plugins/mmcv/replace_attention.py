@@ -149,7 +149,10 @@ def _deformable(
 def _check_options(path: str, options: Mapping[str, Any], *names: str) -> None:
     for name in options:
         if name not in names:
-            raise ValueError(f"{path}: unknown option {name!r}; supported: {', '.join(names)} (everything else is taken from the stock layer)")
+            raise ValueError(
+                f"{path}: unknown option {name!r}; supported: {', '.join(names)} (everything else is taken from the "
+                "stock layer)"
+            )
 
 
 class _Calls(threading.local):
