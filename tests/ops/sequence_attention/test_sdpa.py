@@ -186,7 +186,7 @@ def test_flash_attention_is_refused_in_words(monkeypatch):
 
         assert reason(query, key, value, position_logits=position) == "it supports content only"
         assert reason(query, key, value, causal=True) == ROWS_ALONE
-        assert "one width, not 16 and 8" in reason(query, key, value[..., :8])
+        assert "equal query and value widths (got 16 and 8)" in reason(query, key, value[..., :8])
         for scale in (-2.0, 0.0):
             assert f"the scale is not positive, and it is {scale:g}" in reason(query, key, value, scale=scale)
         many = query.expand(65536, 2, 4, 16)
