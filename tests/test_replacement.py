@@ -24,7 +24,7 @@ from torchvision.ops import DeformConv2d
 from attn_plugins import replacement
 from attn_plugins.core import library
 from attn_plugins.replacement import accelerate, is_replaced, restore
-from tests.helpers.replacement import Watch
+from tests.helpers.verdicts import Watch
 
 SWIN = dict(img_size=64, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(2, 4), num_classes=3)
 SAM = dict(img_size=64, embed_dim=16, depth=2, num_heads=2, window_size=3, global_attn_indexes=(1,), num_classes=3)
@@ -287,7 +287,7 @@ from mmcv.cnn.bricks.generalized_attention import GeneralizedAttention
 from torchvision.models.swin_transformer import ShiftedWindowAttention
 from torchvision.ops import DeformConv2d, deform_conv2d
 from transformers import Swinv2Config, Swinv2Model
-from tests.helpers.replacement import Watch
+from tests.helpers.verdicts import Watch
 
 def runs_ours(call, *given):
     with torch.no_grad(), Watch("attn_plugins") as watch:

@@ -53,19 +53,6 @@ def upstream(name: str) -> Config:
     return without_downloads(config)
 
 
-def narrow(config: Any) -> Any:
-    """Narrow a full ResNet before a neck to a quarter of its channels, and let masks be compared at fewer points."""
-    model = config.model
-    if "num_points" in (model.get("train_cfg") or {}):
-        model.train_cfg.num_points = 500
-    if "neck" in model and model.backbone.type == "ResNet" and "base_channels" not in model.backbone:
-        model.backbone.base_channels = 16
-        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
-    if "neck" in model and "roi_head" in model:
-        model.roi_head.bbox_head.fc_out_channels = 64
-    return config
-
-
 WIDTHS = {
     "in_channels", "out_channels", "channels", "c1_in_channels", "c1_channels", "feat_channels", "conv_out_channels",
     "fc_out_channels", "fusion_channels", "embed_dims", "num_feats", "feedforward_channels",

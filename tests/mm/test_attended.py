@@ -15,7 +15,7 @@ from mmengine.config import Config
 from torch import nn
 
 from attn_plugins.mmcv.replace_attention import MultiScaleDeformableAttention, TokenAttention
-from tests.mm.mm_helpers import initialize, narrow, upstream
+from tests.mm.mm_helpers import initialize, quarter, upstream
 
 SIZE = (96, 128)
 ENCODER = "encoder.layers.*.self_attn"
@@ -26,7 +26,7 @@ def config(attention: dict[str, Any] | None = None, name="detr/detr_r50_8xb2-150
     for part in ("encoder", "decoder"):
         if part in cfg.model:
             cfg.model[part].num_layers = 2
-    narrow(cfg)
+    quarter(cfg.model)
     if attention is not None:
         cfg.model.update(type="Attended", of=of, attention=attention)
     return cfg
@@ -127,7 +127,7 @@ def test_a_traced_model_finds_its_maps(attention_type, options):
         model.forward = partial(model.forward, data_samples=[sample])
         pictures = (torch.rand(1, 3, *SIZE),)
         counts.append(get_model_complexity_info(model, inputs=pictures, show_table=False, show_arch=False)["flops"])
-    assert counts[0] > counts[1] + 2 * 12 * 256  # position logits of 12 cells in two layers
+    assert counts[0] > counts[1] + 2 * 12 * 64  # position logits of 12 cells in two layers
 
 
 def test_queries_without_places_take_the_content_terms():
@@ -144,9 +144,9 @@ def test_queries_without_places_take_the_content_terms():
 
 def test_a_causal_hint_is_torchs_hint():
     (layer,) = exchanged(build(ours("1010", "encoder.layers.0.self_attn"))).values()
-    stock = nn.MultiheadAttention(256, 8).eval()
+    stock = nn.MultiheadAttention(64, 8).eval()
     layer.load_state_dict(stock.state_dict(), strict=False)
-    tokens = [torch.randn(5, 2, 256)] * 3
+    tokens = [torch.randn(5, 2, 64)] * 3
     mask = torch.ones(5, 5, dtype=torch.bool).triu(1)
     expected, _ = stock(*tokens, attn_mask=mask, is_causal=True)
     torch.testing.assert_close(layer.eval()(*tokens, attn_mask=mask, is_causal=True)[0], expected)
@@ -159,10 +159,10 @@ def test_places_are_those_of_the_present_picture():
     model = build(ours())
     tokens_of(model, size=(96, 128))  # 3 × 4
     layer = next(iter(exchanged(model).values()))
-    layer(*[torch.randn(12, 1, 256)] * 3)
+    layer(*[torch.randn(12, 1, 64)] * 3)
     tokens_of(model, size=(64, 64))  # 2 × 2
     with pytest.raises(ValueError, match=r"encoder.layers.0.self_attn: .* these 12 queries and 12 keys are not a map"):
-        layer(*[torch.randn(12, 1, 256)] * 3)
+        layer(*[torch.randn(12, 1, 64)] * 3)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from attn_plugins.modules import GeneralizedAttention2d, capture_attention
 from attn_plugins.replacement import accelerate
 from tests.helpers.memory_format_checks import check_memory_format, has_format
-from tests.helpers.replacement import Watch
+from tests.helpers.verdicts import Watch
 from tests.mm.drop_in_helpers import FORWARDS, STOCK, drop_in, ours, stock_layers  # noqa: F401 - a fixture
 from tests.mm.mm_helpers import upstream
 

@@ -21,7 +21,7 @@ from mmengine.registry import MODELS, DefaultScope
 from torch import Tensor
 
 from attn_plugins import mmcv_ext
-from tests.mm.mm_helpers import demo_batch, dictionaries, narrow, upstream
+from tests.mm.mm_helpers import demo_batch, dictionaries, quarter, upstream
 from tests.mm.mmcv_ext_helpers import extension
 
 SIZE = (128, 160)
@@ -65,7 +65,9 @@ FLOAT64 = ["mmdet::centernet/centernet_r18-dcnv2_8xb16-crop512-140e_coco"]
 def build(name: str, small: bool = False) -> tuple[Config, torch.nn.Module]:
     """Build a model with random weights, without score thresholds, which random weights would not pass."""
     import_module(f"{name.partition('::')[0]}.utils").register_all_modules(init_default_scope=True)
-    config = narrow(_config(name)) if small else _config(name)
+    config = _config(name)
+    if small:
+        quarter(config.model)
     seed()
     model = MODELS.build(config.model)
     model.init_weights()

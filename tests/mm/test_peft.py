@@ -10,7 +10,8 @@ from timm.models.swin_transformer_v2 import SwinTransformerV2Block
 from torch import nn
 
 from attn_plugins.replacement import accelerate
-from tests.helpers.replacement import Inputs, Result, changed, differences, drawn, each_part, outcome, rand
+from tests.helpers.replacement import Inputs, Result, changed, drawn, each_part, outcome, rand
+from tests.helpers.verdicts import differences
 from tests.mm.drop_in_helpers import stock_layers  # noqa: F401 - a fixture
 from tests.mm.test_replaced_layers import LAYERS
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from attn_plugins.mmcv.replace_attention import exchange
 from attn_plugins.timm import accelerate
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, cells, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, all_parts_called, cells, drawn, rand
+from tests.helpers.verdicts import printed, verdict
 from tests.mm.drop_in_helpers import STOCK, drop_in, ours, restore, stock_layers  # noqa: F401 - a fixture
 from tools.bench import compiled_mmcv
 
@@ -170,17 +171,18 @@ LAYERS = {
 UNTRACED = ("`torch.export`", "`torch.compile`", "`torch.fx`", "`torch.jit.script`", "OpenVINO")
 
 
-# Rows where inputs that are not finite take few seconds, and those of every run in two more columns.
-NON_FINITE = ["stand-in, mmcv's `DCNv2`", "`accelerate`, mmcv's `DCN`", "`accelerate`, mmcv's `DCNv2`"]
-NON_FINITE += ["`accelerate`, mmcv's `MultiheadAttention`"]
-THREADS = ["`accelerate` Swin", "`accelerate`, mmcv's `DCNv2`", "`Attended` `SpatialSelfAttention`"]
-LONG = ["`attn_layer` in a ViT", "`accelerate` Swin V2", "`accelerate` MViTv2"]  # of seconds, with backward hooks
+LONG = ["`attn_layer` in a ViT", "`accelerate` Swin V2", "`accelerate` MViTv2"]
+QUICK = {  # rows of columns that take seconds in the others
+    "non-finite inputs": [
+        "stand-in, mmcv's `DCNv2`",
+        *(f"`accelerate`, mmcv's `{name}`" for name in ("DCN", "DCNv2", "MultiheadAttention")),
+    ],
+    "threads": ["`accelerate` Swin", "`accelerate`, mmcv's `DCNv2`", "`Attended` `SpatialSelfAttention`"],
+    "backward hooks": [row for row in LAYERS if row not in LONG],
+}
 
 
-@pytest.mark.parametrize(
-    "name, column",
-    cells(LAYERS, non_finite=NON_FINITE, threads=THREADS, backward_hooks=[row for row in LAYERS if row not in LONG]),
-)
+@pytest.mark.parametrize("name, column", cells(LAYERS, quick=QUICK))
 def test_each_cell_of_the_table_is_what_happens(name, column):
     if compiled_mmcv.is_compiled() and ("stand-in" in name or ("DCN" in name and column in UNTRACED)):
         pytest.skip("mmcv is compiled here: nothing stands in, and its DCN cannot be traced as stock")

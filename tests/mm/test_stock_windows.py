@@ -16,7 +16,8 @@ from attn_plugins.mmcv import places
 from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
-from tests.helpers.replacement import C, Called, Layer, Watch, drawn, rand, verdict, without_ours
+from tests.helpers.replacement import C, Called, Layer, drawn, rand
+from tests.helpers.verdicts import Watch, verdict, without_ours
 from tests.mm.drop_in_helpers import drop_in, stock_layers  # noqa: F401 - a fixture
 from tests.mm.test_replaced_layers import dropped_in, unchanged
 

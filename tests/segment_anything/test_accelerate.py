@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from attn_plugins import restore
 from attn_plugins.segment_anything import accelerate
-from tests.helpers.replacement import COLUMNS, C, Layer, Watch, drawn, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Layer, drawn, rand
+from tests.helpers.verdicts import Watch, verdict
 
 image_encoder = pytest.importorskip(
     "segment_anything.modeling.image_encoder", reason="segment-anything is not installed"

@@ -11,9 +11,10 @@ import timm
 from torch import nn
 
 from tests.helpers import replacement
-from tests.helpers.replacement import Layer, Scenario, all_parts_called, drawn, rand, verdict
+from tests.helpers.replacement import Layer, Scenario, all_parts_called, drawn, rand
 from tests.helpers.slow_cases import slow_but
 from tests.helpers.small_vits import SMALL, build
+from tests.helpers.verdicts import verdict
 
 SWIN = dict(img_size=(32, 64), window_size=4, embed_dim=16, depths=(2,), num_heads=(2,), num_classes=5)
 

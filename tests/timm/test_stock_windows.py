@@ -18,8 +18,9 @@ from attn_plugins.modules.tokens.parts.window_speed import SWITCH
 from attn_plugins.timm import accelerate
 from tests.helpers import replacement
 from tests.helpers.cuda_checks import no_tf32  # noqa: F401 - a fixture
-from tests.helpers.replacement import C, Layer, Watch, all_parts_called, drawn, rand, verdict, without_ours
+from tests.helpers.replacement import C, Layer, all_parts_called, drawn, rand
 from tests.helpers.slow_cases import slow_but
+from tests.helpers.verdicts import Watch, verdict, without_ours
 
 pytestmark = pytest.mark.usefixtures("no_tf32")
 MODULE = import_module("attn_plugins.timm.accelerate")  # the package has a function of this name

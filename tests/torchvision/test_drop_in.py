@@ -12,7 +12,7 @@ from torchvision.ops import DeformConv2d, deform_conv2d
 
 from attn_plugins import ops
 from attn_plugins.torchvision import drop_in
-from tests.helpers.replacement import Watch
+from tests.helpers.verdicts import Watch
 
 drop_in.restore()  # the import has replaced the kernels of all tests
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from attn_plugins.torchvision import accelerate
-from tests.helpers.replacement import COLUMNS, Layer, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, Layer, drawn, rand
+from tests.helpers.verdicts import printed, verdict
 from tests.torchvision.test_accelerate import Model
 
 

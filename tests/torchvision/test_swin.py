@@ -11,7 +11,8 @@ from torchvision.models import swin_transformer as stock_file
 from torchvision.models.swin_transformer import ShiftedWindowAttention, ShiftedWindowAttentionV2, SwinTransformer
 
 from attn_plugins.torchvision import accelerate
-from tests.helpers.replacement import COLUMNS, C, Layer, Watch, cells, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Layer, cells, drawn, rand
+from tests.helpers.verdicts import Watch, printed, verdict
 
 KINDS = {"v1": ShiftedWindowAttention, "v2": ShiftedWindowAttentionV2}
 ROWS = {"v1": "`accelerate`, torchvision's Swin", "v2": "`accelerate`, torchvision's Swin V2"}
@@ -43,7 +44,7 @@ def runs_ours(module: nn.Module, x: Tensor) -> bool:
     return watch.seen
 
 
-@pytest.mark.parametrize("version, column", cells(KINDS, non_finite=["v1"]))
+@pytest.mark.parametrize("version, column", cells(KINDS, quick={"non-finite inputs": ["v1"]}))
 def test_each_cell_of_the_table_is_what_happens(version, column):
     matrix = Layer(layer(version), ours, lambda: (rand(2, 7, 9, C),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[version])[column]

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from attn_plugins.replacement import Place, is_replaced, place_of, restore
 from attn_plugins.transformers import accelerate
 from attn_plugins.transformers.decomposed import PLACES
-from tests.helpers.replacement import Watch
 from tests.helpers.slow_cases import slow_but
+from tests.helpers.verdicts import Watch
 
 transformers = pytest.importorskip("transformers")
 INSTALLED = [place for place in PLACES if find_spec(place.module.rpartition(".")[0]) is not None]

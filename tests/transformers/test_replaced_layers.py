@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from attn_plugins.transformers import accelerate
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, cells, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, cells, drawn, rand
+from tests.helpers.verdicts import printed, verdict
 
 transformers = pytest.importorskip("transformers")
 SHAPES = [(6, 8), (3, 4)]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from attn_plugins.replacement import fits
 from attn_plugins.transformers import accelerate, swin
-from tests.helpers.replacement import COLUMNS, C, Called, Layer, Watch, cells, drawn, printed, rand, verdict
+from tests.helpers.replacement import COLUMNS, C, Called, Layer, cells, drawn, rand
+from tests.helpers.verdicts import Watch, printed, verdict
 
 transformers = pytest.importorskip("transformers")
 
@@ -76,7 +77,7 @@ def runs_ours(module: Callable[..., Any], *args: Any, **options: Any) -> bool:
 SLOW = ("ClapAudio", "MaskFormerSwin", "Swin2SR")
 
 
-@pytest.mark.parametrize("name, column", cells(ROWS, slow=SLOW, non_finite=()))
+@pytest.mark.parametrize("name, column", cells(ROWS, slow=SLOW, quick={"non-finite inputs": ()}))
 def test_each_cell_of_the_table_is_what_happens(name, column):
     matrix = Layer(partial(layer, name), ours, lambda: (tokens(),), "sequence_attention")
     assert verdict(matrix, COLUMNS[column]) == printed(ROWS[name])[column]
