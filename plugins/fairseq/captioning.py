@@ -57,7 +57,7 @@ class CaptioningTask(FairseqTask):
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(cfg, name)}")
         if cfg.oracle_attributes and cfg.attributes is not None:
             raise ValueError(f"--oracle-attributes replaces --attributes: give one of them, got {cfg.attributes}")
-        regions = self._path("regions", "regions.hdf5", "regions.h5", "regions.tsv", "regions.npz")  # the last for its error
+        regions = self._path("regions", "regions.hdf5", "regions.h5", "regions.tsv", "regions.npz")  # npz for its error
         self.regions = None if regions is None else RegionFeatures(regions)
         self.attributes_file = None if cfg.oracle_attributes else self._path("attributes", "attributes.json")
         self.has_attributes = cfg.oracle_attributes or self.attributes_file is not None
