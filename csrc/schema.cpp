@@ -18,22 +18,17 @@ STABLE_TORCH_LIBRARY(attn_plugins, m) {
       "Tensor weight, Tensor? mask, int[] stride, int[] padding, int[] dilation, int groups, "
       "int offset_groups, bool needs_input, bool needs_offset, bool needs_weight, bool needs_bias) "
       "-> (Tensor grad_input, Tensor grad_offset, Tensor grad_weight, Tensor grad_mask, Tensor grad_bias)");
-  // CPU kernels of attn_plugins::global_attention, which plugins/ops defines for every device. *_columns are
-  // packed as (B, M, width, keys) and *_rows as (B, M, keys, width), with the last axis padded.
+  // CPU kernels of attn_plugins::global_attention, which plugins/ops defines for every device. The gradients
+  // of keys and values have contiguous last axes, that of key logits is contiguous.
   m.def(
-      "global_attention_forward_(Tensor? query, Tensor? key_columns, Tensor? value_rows, Tensor? "
-      "value_columns, Tensor? row_logits, "
-      "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, int keys, "
-      "int height) "
+      "global_attention_forward_(Tensor? query, Tensor? key, Tensor value, Tensor? row_logits, "
+      "Tensor? column_logits, Tensor? key_logits, Tensor(a!) output, Tensor(b!) log_sum_exp, float scale) "
       "-> ()");
-  // The gradients of keys, values and key logits have an axis of slots after (B, M). The kernel accumulates
-  // into them.
   m.def(
-      "global_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key_columns, Tensor? key_rows, "
-      "Tensor value_columns, Tensor? row_logits, Tensor? column_logits, Tensor? key_logits, "
-      "Tensor log_sum_exp, Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, "
-      "Tensor(d!)? grad_row_logits, Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, int keys, "
-      "int height, int slots) -> ()");
+      "global_attention_backward_(Tensor grad_output, Tensor? query, Tensor? key, Tensor value, "
+      "Tensor? row_logits, Tensor? column_logits, Tensor? key_logits, Tensor log_sum_exp, "
+      "Tensor(a!)? grad_query, Tensor(b!)? grad_key, Tensor(c!)? grad_value, Tensor(d!)? grad_row_logits, "
+      "Tensor(e!)? grad_column_logits, Tensor(f!)? grad_key_logits, float scale) -> ()");
   // result = or += scale * left @ right for float or double (B, M, N, rows, columns), of any strides.
   m.def("criss_cross_product_(Tensor(a!) result, Tensor left, Tensor right, bool add, float scale) -> ()");
   // CPU kernels of attn_plugins::sequence_attention. Every tensor has an axis of slots after (B, M); its size

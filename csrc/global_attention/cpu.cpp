@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "common/tensor_ops.h"
 #include "common/vectors.h"
 
 namespace {
@@ -20,19 +21,32 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Operands of one call; absent ones are null. Packed matrices are contiguous, one after another for each
-// (b, m).
+constexpr int64_t BLOCK = 48;  // queries of a block, about
+constexpr int64_t TASKS =
+    16;  // minimum of independent sums over queries in the backward, for threads to share
+
+int64_t padded(int64_t size, int64_t bytes) {
+  const int64_t lanes = 64 / bytes;
+  return (size + lanes - 1) / lanes * lanes;
+}
+
+// Operands of one call; absent ones are null. Packed matrices and sums are contiguous, one after another for
+// each (b, m).
 template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, d_padded = 0, dv = 0, dv_padded = 0, keys_padded = 0, slots = 1;
-  View<T> query, row, column, key_logits, log_sum_exp, output, grad_output, grad_query, grad_row, grad_column;
-  const T* key_columns = nullptr;    // (d, keys_padded)
-  const T* key_rows = nullptr;       // (keys, d_padded); if null, the query's gradient uses key_columns
-  const T* value_rows = nullptr;     // (keys, dv_padded); the forward has one of the two
-  const T* value_columns = nullptr;  // (dv, keys_padded)
-  T* grad_key = nullptr;             // (slots, d, keys_padded), +=
-  T* grad_value = nullptr;           // (slots, dv, keys_padded), +=
-  T* grad_key_logits = nullptr;      // (slots, keys), +=
+  int64_t block = 1, blocks = 0;  // queries of a block, blocks of a head
+  T scale;
+  View<T> query, key, value, row, column, key_logits, log_sum_exp, output, grad_output;
+  View<T> grad_query, grad_key, grad_value, grad_row, grad_column;
+  T* grad_key_logits = nullptr;  // (keys)
+  T* key_columns = nullptr;      // (d, keys_padded)
+  T* key_rows = nullptr;         // (keys, d_padded); if null, the query's gradient uses key_columns
+  T* value_rows = nullptr;       // (keys, dv_padded); the forward has one of the two
+  T* value_columns = nullptr;    // (dv, keys_padded)
+  T* key_sums = nullptr;         // (slots, d, keys_padded)
+  T* value_sums = nullptr;       // (slots, dv, keys_padded)
+  T* key_logits_sums = nullptr;  // (slots, keys)
   bool logits_wanted = false;
 };
 
@@ -40,11 +54,10 @@ struct Problem {
 #include "common/each_target.h"
 
 template <typename T>
-void run(const Problem<T>& p, bool backward) {
-  using Range = void (*)(const Problem<T>&, int64_t, int64_t);
-  const Range range = backward ? BEST(Range, backward_range) : BEST(Range, forward_range);
-  const int64_t blocks = (p.Hq * p.Wq + baseline::BLOCK - 1) / baseline::BLOCK;
-  const int64_t tasks = p.B * p.M * (backward ? p.slots : blocks);
+using Range = void (*)(const Problem<T>&, int64_t, int64_t);
+
+template <typename T>
+void run(const Problem<T>& p, int64_t tasks, Range<T> range) {
   torch::stable::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { range(p, begin, end); });
 }
 
@@ -53,84 +66,108 @@ T* pointer(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
+// Memory of one call, which torch's allocator counts.
 template <typename T>
-Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
+struct Memory {
+  const Tensor& like;
+  int64_t heads;
+  std::vector<Tensor> owned;
+
+  T* operator()(int64_t size) {
+    owned.push_back(attn_plugins::empty_like_options(like, {heads * size}));
+    return static_cast<T*>(owned.back().data_ptr());
+  }
+};
+
+// Rows need so much padding at this width that products over the keys are cheaper.
+bool is_narrow(int64_t width, int64_t padded) {
+  return 4 * width <= 3 * padded;
+}
+
+template <typename T>
+Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
                    const std::optional<Tensor>& row, const std::optional<Tensor>& column,
-                   const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp, int64_t Hk,
-                   int64_t keys) {
+                   const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp, double scale) {
   Problem<T> p;
   p.B = log_sum_exp.size(0), p.M = log_sum_exp.size(1), p.Hq = log_sum_exp.size(2),
   p.Wq = log_sum_exp.size(3);
-  p.Hk = Hk, p.Wk = keys / Hk;
-  p.query = View<T>(query), p.row = View<T>(row), p.column = View<T>(column),
-  p.key_logits = View<T>(key_logits);
+  p.Hk = value.size(2), p.Wk = value.size(3), p.scale = T(scale);
+  p.query = View<T>(query), p.key = View<T>(key), p.value = View<T>(value);
+  p.row = View<T>(row), p.column = View<T>(column), p.key_logits = View<T>(key_logits);
   p.log_sum_exp = View<T>(log_sum_exp);
-  p.key_columns = pointer<T>(key_columns);
   if (query.has_value()) p.d = query->size(4);
-  // As packed: rounded up to whole vectors of 64 bytes.
-  const int64_t lanes = 64 / sizeof(T);
-  p.d_padded = (p.d + lanes - 1) / lanes * lanes;
-  p.keys_padded = (keys + lanes - 1) / lanes * lanes;
+  p.dv = value.size(4);
+  p.d_padded = padded(p.d, sizeof(T)), p.dv_padded = padded(p.dv, sizeof(T));
+  p.keys_padded = padded(p.Hk * p.Wk, sizeof(T));
+  // Even blocks: a last one of few queries would read all keys for them.
+  const int64_t queries = p.Hq * p.Wq, blocks = std::max<int64_t>(1, (queries + BLOCK / 2) / BLOCK);
+  p.block = std::max<int64_t>(1, (queries + blocks - 1) / blocks);
+  p.blocks = (queries + p.block - 1) / p.block;
   return p;
 }
 
 template <typename T>
-void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key_columns,
-             const std::optional<Tensor>& value_rows, const std::optional<Tensor>& value_columns,
+void forward(const std::optional<Tensor>& query, const std::optional<Tensor>& key, const Tensor& value,
              const std::optional<Tensor>& row, const std::optional<Tensor>& column,
              const std::optional<Tensor>& key_logits, const Tensor& output, const Tensor& log_sum_exp,
-             int64_t keys, int64_t Hk) {
-  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, keys);
-  p.value_rows = pointer<const T>(value_rows), p.value_columns = pointer<const T>(value_columns);
+             double scale) {
+  auto p = problem<T>(query, key, value, row, column, key_logits, log_sum_exp, scale);
+  const int64_t keys = p.Hk * p.Wk, heads = p.B * p.M;
+  Memory<T> memory{value, heads, {}};
   p.output = View<T>(output);
-  const int64_t lanes = 64 / sizeof(T);
-  p.dv = output.size(4), p.dv_padded = (p.dv + lanes - 1) / lanes * lanes;
-  run(p, false);
+  if (p.key.data) p.key_columns = memory(p.d * p.keys_padded);
+  if (is_narrow(p.dv, p.dv_padded))
+    p.value_columns = memory(p.dv * p.keys_padded);
+  else
+    p.value_rows = memory(keys * p.dv_padded);
+  run(p, heads, BEST(Range<T>, pack_range));
+  run(p, heads * p.blocks, BEST(Range<T>, forward_range));
 }
 
 template <typename T>
-void backward(const Tensor& grad_output, const std::optional<Tensor>& query,
-              const std::optional<Tensor>& key_columns, const std::optional<Tensor>& key_rows,
-              const Tensor& value_columns, const std::optional<Tensor>& row,
-              const std::optional<Tensor>& column, const std::optional<Tensor>& key_logits,
-              const Tensor& log_sum_exp, const std::optional<Tensor>& grad_query,
-              const std::optional<Tensor>& grad_key, const std::optional<Tensor>& grad_value,
-              const std::optional<Tensor>& grad_row, const std::optional<Tensor>& grad_column,
-              const std::optional<Tensor>& grad_key_logits, int64_t keys, int64_t Hk, int64_t slots) {
-  auto p = problem<T>(query, key_columns, row, column, key_logits, log_sum_exp, Hk, keys);
-  p.key_rows = pointer<const T>(key_rows);
-  p.value_columns = static_cast<const T*>(value_columns.data_ptr());
+void backward(const Tensor& grad_output, const std::optional<Tensor>& query, const std::optional<Tensor>& key,
+              const Tensor& value, const std::optional<Tensor>& row, const std::optional<Tensor>& column,
+              const std::optional<Tensor>& key_logits, const Tensor& log_sum_exp,
+              const std::optional<Tensor>& grad_query, const std::optional<Tensor>& grad_key,
+              const std::optional<Tensor>& grad_value, const std::optional<Tensor>& grad_row,
+              const std::optional<Tensor>& grad_column, const std::optional<Tensor>& grad_key_logits,
+              double scale) {
+  auto p = problem<T>(query, key, value, row, column, key_logits, log_sum_exp, scale);
+  const int64_t keys = p.Hk * p.Wk, heads = p.B * p.M;
+  Memory<T> memory{value, heads, {}};
   p.grad_output = View<T>(grad_output), p.grad_query = View<T>(grad_query);
+  p.grad_key = View<T>(grad_key), p.grad_value = View<T>(grad_value);
   p.grad_row = View<T>(grad_row), p.grad_column = View<T>(grad_column);
-  p.grad_key = pointer<T>(grad_key), p.grad_value = pointer<T>(grad_value);
   p.grad_key_logits = pointer<T>(grad_key_logits);
-  const int64_t lanes = 64 / sizeof(T);
-  p.dv = grad_output.size(4), p.dv_padded = (p.dv + lanes - 1) / lanes * lanes;
-  p.slots = slots;
   p.logits_wanted =
-      p.grad_query.data || p.grad_key || p.grad_row.data || p.grad_column.data || p.grad_key_logits;
-  run(p, true);
+      p.grad_query.data || p.grad_key.data || p.grad_row.data || p.grad_column.data || p.grad_key_logits;
+  p.slots = std::max<int64_t>(1, (TASKS + heads - 1) / std::max<int64_t>(heads, 1));
+  if (p.key.data) p.key_columns = memory(p.d * p.keys_padded);
+  if (p.grad_query.data && !is_narrow(p.d, p.d_padded)) p.key_rows = memory(keys * p.d_padded);
+  p.value_columns = memory(p.dv * p.keys_padded);
+  if (p.grad_key.data) p.key_sums = memory(p.slots * p.d * p.keys_padded);
+  if (p.grad_value.data) p.value_sums = memory(p.slots * p.dv * p.keys_padded);
+  if (p.grad_key_logits) p.key_logits_sums = memory(p.slots * keys);
+  run(p, heads, BEST(Range<T>, pack_range));
+  run(p, heads * p.slots, BEST(Range<T>, backward_range));
+  run(p, heads, BEST(Range<T>, finish_range));
 }
 
-void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key_columns,
-                   std::optional<Tensor> value_rows, std::optional<Tensor> value_columns,
+void forward_entry(std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
                    std::optional<Tensor> row, std::optional<Tensor> column, std::optional<Tensor> key_logits,
-                   Tensor output, Tensor log_sum_exp, int64_t keys, int64_t Hk) {
+                   Tensor output, Tensor log_sum_exp, double scale) {
   auto* typed = output.scalar_type() == ScalarType::Double ? forward<double> : forward<float>;
-  typed(query, key_columns, value_rows, value_columns, row, column, key_logits, output, log_sum_exp, keys,
-        Hk);
+  typed(query, key, value, row, column, key_logits, output, log_sum_exp, scale);
 }
 
-void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key_columns,
-                    std::optional<Tensor> key_rows, Tensor value_columns, std::optional<Tensor> row,
-                    std::optional<Tensor> column, std::optional<Tensor> key_logits, Tensor log_sum_exp,
-                    std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
+void backward_entry(Tensor grad_output, std::optional<Tensor> query, std::optional<Tensor> key, Tensor value,
+                    std::optional<Tensor> row, std::optional<Tensor> column, std::optional<Tensor> key_logits,
+                    Tensor log_sum_exp, std::optional<Tensor> grad_query, std::optional<Tensor> grad_key,
                     std::optional<Tensor> grad_value, std::optional<Tensor> grad_row,
-                    std::optional<Tensor> grad_column, std::optional<Tensor> grad_key_logits, int64_t keys,
-                    int64_t Hk, int64_t slots) {
-  auto* typed = value_columns.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
-  typed(grad_output, query, key_columns, key_rows, value_columns, row, column, key_logits, log_sum_exp,
-        grad_query, grad_key, grad_value, grad_row, grad_column, grad_key_logits, keys, Hk, slots);
+                    std::optional<Tensor> grad_column, std::optional<Tensor> grad_key_logits, double scale) {
+  auto* typed = value.scalar_type() == ScalarType::Double ? backward<double> : backward<float>;
+  typed(grad_output, query, key, value, row, column, key_logits, log_sum_exp, grad_query, grad_key,
+        grad_value, grad_row, grad_column, grad_key_logits, scale);
 }
 
 }  // namespace

@@ -3,10 +3,8 @@
 // and only includes files of the same kind. Explicit vectors keep the accumulators of the products in
 // registers.
 //
-// A task works on blocks of BLOCK queries of one head, whose logits stay in the L2 cache from the first
-// product to the last. Keys, values and gradients are zero-padded to whole vectors of 64 bytes.
-
-constexpr int64_t BLOCK = 48;
+// A task works on blocks of about 48 queries of one head, whose logits stay in the L2 cache from the first
+// product to the last. Keys and values are packed for this first, zero-padded to whole vectors of 64 bytes.
 
 #include "common/vector_kernel.h"
 
@@ -94,19 +92,87 @@ ATTN_INLINE T sum_of(const T* g, int64_t keys) {
   return sum;
 }
 
+// --- packing of keys, tasks of one head
+
+// Calls `copy(first, count, elements)` for runs of keys whose rows lie at one distance.
+template <typename T, typename Copy>
+ATTN_INLINE void each_run(const View<T>& view, const Problem<T>& p, int64_t b, int64_t m, const Copy& copy) {
+  const bool whole = view.stride[2] == p.Wk * view.stride[3] || p.Hk == 1;
+  const int64_t count = whole ? p.Hk * p.Wk : p.Wk;
+  for (int64_t h = 0; h < (whole ? 1 : p.Hk); ++h) copy(h * p.Wk, count, view.at(b, m, h, 0));
+}
+
+// Packs rows (Hk, Wk, width) as columns (width, keys_padded) and as rows (keys, padded), where wanted.
+template <typename T>
+ATTN_INLINE void pack(const View<T>& view, const Problem<T>& p, int64_t head, int64_t width, int64_t padded,
+                      T scale, T* columns, T* rows) {
+  const int64_t keys = p.Hk * p.Wk, row = view.stride[3], step = view.stride[4];
+  if (columns) columns += head * width * p.keys_padded;
+  if (rows) rows += head * keys * padded;
+  each_run(view, p, head / p.M, head % p.M, [&](int64_t first, int64_t count, const T* from) {
+    if (columns) copy_matrix(from, step, row, width, count, scale, columns + first, p.keys_padded);
+    if (rows) copy_matrix(from, row, step, count, width, scale, rows + first * padded, padded);
+  });
+  if (columns)
+    for (int64_t c = 0; c < width; ++c)
+      std::fill(columns + c * p.keys_padded + keys, columns + (c + 1) * p.keys_padded, T(0));
+  if (rows && width < padded)
+    for (int64_t k = 0; k < keys; ++k) std::fill(rows + k * padded + width, rows + (k + 1) * padded, T(0));
+}
+
+template <typename T>
+void pack_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  for (int64_t head = begin; head < end; ++head) {
+    if (p.key.data) pack(p.key, p, head, p.d, p.d_padded, p.scale, p.key_columns, p.key_rows);
+    pack(p.value, p, head, p.dv, p.dv_padded, T(1), p.value_columns, p.value_rows);
+  }
+}
+
+// Adds up the slots of a head, `size` numbers each, into the first.
+template <typename T>
+ATTN_INLINE T* sum_slots(T* sums, const Problem<T>& p, int64_t head, int64_t size) {
+  T* __restrict first = sums + head * p.slots * size;
+  for (int64_t slot = 1; slot < p.slots; ++slot)
+    for (int64_t i = 0; i < size; ++i) first[i] += first[slot * size + i];
+  return first;
+}
+
+// Writes the sums of the slots, (width, keys_padded), to a gradient (B, M, Hk, Wk, width).
+template <typename T>
+ATTN_INLINE void write_sums(T* sums, const View<T>& view, const Problem<T>& p, int64_t head, int64_t width,
+                            T scale) {
+  const T* from = sum_slots(sums, p, head, width * p.keys_padded);
+  each_run(view, p, head / p.M, head % p.M, [&](int64_t first, int64_t count, T* to) {
+    copy_matrix(from + first, int64_t(1), p.keys_padded, count, width, scale, to, view.stride[3]);
+  });
+}
+
+template <typename T>
+void finish_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
+  const int64_t keys = p.Hk * p.Wk;
+  for (int64_t head = begin; head < end; ++head) {
+    if (p.key_sums) write_sums(p.key_sums, p.grad_key, p, head, p.d, p.scale);
+    if (p.value_sums) write_sums(p.value_sums, p.grad_value, p, head, p.dv, T(1));
+    if (p.key_logits_sums) {
+      const T* from = sum_slots(p.key_logits_sums, p, head, keys);
+      std::copy(from, from + keys, p.grad_key_logits + head * keys);
+    }
+  }
+}
+
 // --- blocks of queries
 
 template <typename T>
 struct Scratch {
   Buffer<T> query, gradient, mixed, column, weights, slopes, scale;
   Scratch(const Problem<T>& p, bool backward)
-      : query(BLOCK * p.d_padded),
-        gradient(backward ? BLOCK * p.dv_padded : 0),
-        mixed(BLOCK * (backward ? p.d_padded : p.dv_padded)),
+      : query(p.block * p.d_padded),
+        gradient(backward ? p.block * p.dv_padded : 0),
+        mixed(p.block * (backward ? p.d_padded : p.dv_padded)),
         column(p.Wk),
-        weights(BLOCK * p.keys_padded),
-        slopes(backward ? BLOCK * p.keys_padded : 0),
-        scale(BLOCK) {}
+        weights(p.block * p.keys_padded),
+        slopes(backward ? p.block * p.keys_padded : 0),
+        scale(p.block) {}
 };
 
 // Copies rows of a (B, M, Hq, Wq, width) view, one after another.
@@ -168,10 +234,10 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
 template <typename T>
 void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, false);
-  const int64_t queries = p.Hq * p.Wq, blocks = (queries + BLOCK - 1) / BLOCK, keys = p.Hk * p.Wk;
+  const int64_t queries = p.Hq * p.Wq, blocks = p.blocks, keys = p.Hk * p.Wk;
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * BLOCK;
-    const int64_t count = std::min(BLOCK, queries - first);
+    const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * p.block;
+    const int64_t count = std::min(p.block, queries - first);
     attention_weights(p, s, b, m, first, count, true);
     T* mixed = s.mixed.data();
     if (p.value_columns) {
@@ -192,21 +258,27 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
 template <typename T>
 void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   Scratch<T> s(p, true);
-  const int64_t queries = p.Hq * p.Wq, blocks = (queries + BLOCK - 1) / BLOCK, keys = p.Hk * p.Wk;
+  const int64_t queries = p.Hq * p.Wq, blocks = p.blocks, keys = p.Hk * p.Wk;
   const int64_t line = p.keys_padded;
   T* weights = s.weights.data();
   T* slopes = s.slopes.data();
   for (int64_t task = begin; task < end; ++task) {
     const int64_t slot = task % p.slots, head = task / p.slots, m = head % p.M, b = head / p.M;
+    T* key_sums = p.key_sums ? p.key_sums + task * p.d * line : nullptr;
+    T* value_sums = p.value_sums ? p.value_sums + task * p.dv * line : nullptr;
+    T* key_logits_sums = p.key_logits_sums ? p.key_logits_sums + task * keys : nullptr;
+    if (key_sums) std::fill(key_sums, key_sums + p.d * line, T(0));
+    if (value_sums) std::fill(value_sums, value_sums + p.dv * line, T(0));
+    if (key_logits_sums) std::fill(key_logits_sums, key_logits_sums + keys, T(0));
     for (int64_t block = blocks * slot / p.slots; block < blocks * (slot + 1) / p.slots; ++block) {
-      const int64_t first = block * BLOCK, count = std::min(BLOCK, queries - first);
+      const int64_t first = block * p.block, count = std::min(p.block, queries - first);
       attention_weights(p, s, b, m, first, count, false);
       gather(p.grad_output, p, b, m, first, count, p.dv, p.dv_padded, s.gradient.data());
       for (int64_t i = 0; i < count; ++i)
         for (int64_t c = 0; c < p.dv; ++c) s.gradient[i * p.dv_padded + c] *= s.scale[i];
-      if (p.grad_value)
-        product(s.gradient.data(), int64_t(1), p.dv_padded, weights, line, p.grad_value + task * p.dv * line,
-                line, p.dv, line, count, true);
+      if (value_sums)
+        product(s.gradient.data(), int64_t(1), p.dv_padded, weights, line, value_sums, line, p.dv, line,
+                count, true);
       if (!p.logits_wanted) continue;
       product(s.gradient.data(), p.dv_padded, int64_t(1), p.value_columns + head * p.dv * line, line, slopes,
               line, count, line, p.dv, false);
@@ -216,8 +288,8 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
         T* __restrict slope = slopes + i * line;
         const T mean = dot(weight, slope, line) * s.scale[i];  // slopes have that factor already
         for (int64_t k = 0; k < line; ++k) slope[k] = weight[k] * (slope[k] - mean);
-        if (p.grad_key_logits) {
-          T* __restrict total = p.grad_key_logits + task * keys;
+        if (key_logits_sums) {
+          T* __restrict total = key_logits_sums;
           for (int64_t k = 0; k < keys; ++k) total[k] += slope[k];
         }
         if (p.grad_row.data) {
@@ -233,9 +305,8 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
           for (int64_t x = 0; x < p.Wk; ++x) column[x * p.grad_column.stride[4]] = total[x];
         }
       }
-      if (p.grad_key)
-        product(s.query.data(), int64_t(1), p.d_padded, slopes, line, p.grad_key + task * p.d * line, line,
-                p.d, line, count, true);
+      if (key_sums)
+        product(s.query.data(), int64_t(1), p.d_padded, slopes, line, key_sums, line, p.d, line, count, true);
       if (p.grad_query.data) {
         if (p.key_rows)
           product(slopes, line, int64_t(1), p.key_rows + head * keys * p.d_padded, p.d_padded, s.mixed.data(),
@@ -249,15 +320,19 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
   }
 }
 
-void forward_range(const Problem<float>& p, int64_t begin, int64_t end) {
-  forward_tasks(p, begin, end);
-}
-void forward_range(const Problem<double>& p, int64_t begin, int64_t end) {
-  forward_tasks(p, begin, end);
-}
-void backward_range(const Problem<float>& p, int64_t begin, int64_t end) {
-  backward_tasks(p, begin, end);
-}
-void backward_range(const Problem<double>& p, int64_t begin, int64_t end) {
-  backward_tasks(p, begin, end);
-}
+#define RANGES(T)                                                        \
+  void pack_range(const Problem<T>& p, int64_t begin, int64_t end) {     \
+    pack_tasks(p, begin, end);                                           \
+  }                                                                      \
+  void forward_range(const Problem<T>& p, int64_t begin, int64_t end) {  \
+    forward_tasks(p, begin, end);                                        \
+  }                                                                      \
+  void backward_range(const Problem<T>& p, int64_t begin, int64_t end) { \
+    backward_tasks(p, begin, end);                                       \
+  }                                                                      \
+  void finish_range(const Problem<T>& p, int64_t begin, int64_t end) {   \
+    finish_tasks(p, begin, end);                                         \
+  }
+RANGES(float)
+RANGES(double)
+#undef RANGES
