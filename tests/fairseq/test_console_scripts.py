@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ pytest.importorskip("fairseq")
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.data import Dictionary
 
+import attn_plugins.__main__ as cli
 import attn_plugins.fairseq  # noqa: F401 - registers the models
 from tools.average_checkpoints import main as average_checkpoints
 
@@ -48,10 +50,10 @@ def losses(log: str) -> dict[int, str]:
 def trained(data, tmp_path_factory) -> tuple[Path, str]:
     """Train without interruption from another folder, with loader workers; return the folder and the log."""
     folder = tmp_path_factory.mktemp("trained")
-    where = subprocess.run(
-        [sys.executable, "-m", "attn_plugins", "fairseq-dir"], cwd=folder, capture_output=True, text=True, check=True
-    )
-    options = [f"--user-dir={where.stdout.strip()}", "--cpu", "--num-workers=2", "--save-interval-updates=2"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as where:
+        patch.setattr("sys.argv", ["attn-plugins", "fairseq-dir"])
+        cli.main()
+    options = [f"--user-dir={where.getvalue().strip()}", "--cpu", "--num-workers=2", "--save-interval-updates=2"]
     command = train_command(data, folder, *options, f"--max-update={UPDATES}")
     result = run(command, cwd=folder)
     assert result.returncode == 0, result.stderr

@@ -172,7 +172,7 @@ assert not [name for name in sys.modules if name.startswith(("mmdet.models", "mm
 import mmdet.models
 from mmdet.registry import MODELS
 init_default_scope("mmdet")
-config.model.backbone.init_cfg = None
+config.model.backbone.update(init_cfg=None, base_channels=16)
 block = MODELS.build(config.model.backbone).layer4[2]
 assert "mmseg" not in sys.modules
 import attn_plugins.import_hooks

@@ -21,7 +21,9 @@ def inputs() -> tuple[Tensor, ...]:
     return (rand(2, 4, 7, 9),)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize(
+    "column", [pytest.param(name, marks=[pytest.mark.slow] * (name == "OpenVINO")) for name in COLUMNS]
+)
 def test_each_cell_of_the_table_is_what_happens(column):
     if column == "OpenVINO" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("limited to SSE4.1, OpenVINO computes other deformable convolutions, from stock models too")
