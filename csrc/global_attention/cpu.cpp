@@ -22,8 +22,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t BLOCK = 48;  // queries of a block, about
-constexpr int64_t TASKS =
-    16;  // minimum of independent sums over queries in the backward, for threads to share
+constexpr int64_t TASKS = 16;  // of the backward, at least, for threads to share
 
 int64_t padded(int64_t size, int64_t bytes) {
   const int64_t lanes = 64 / bytes;
