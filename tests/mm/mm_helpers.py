@@ -55,7 +55,7 @@ def upstream(name: str) -> Config:
 
 WIDTHS = {
     "in_channels", "out_channels", "channels", "c1_in_channels", "c1_channels", "feat_channels", "conv_out_channels",
-    "fc_out_channels", "fusion_channels", "embed_dims", "num_feats", "feedforward_channels",
+    "output_channels", "fc_out_channels", "fusion_channels", "embed_dims", "num_feats", "feedforward_channels",
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def quarter(model: Any) -> None:
             backbone.out_channels = 64
     elif backbone.type == "AAResNet":
         backbone.channels = (16, 32, 64, 128)
-    elif backbone.get("base_channels", 64) == 64:
+    elif "ResNe" in backbone.type and backbone.get("base_channels", 64) == 64:
         backbone.base_channels = backbone.stem_channels = 16
     else:
         return

@@ -112,10 +112,11 @@ def check(
     dtype: torch.dtype,
     backend: str | None,
     device: str,
+    times: float = TIMES,
     calls: int = 8,
     **one: int,
 ) -> None:
-    """Assert that of some calls, no gradient's largest error is over ``TIMES`` that of the plain definition."""
+    """Assert that of some calls, no gradient's largest error is over ``times`` that of the plain definition."""
     extents = {**dict(B=2, M=3, d=16, dv=16), **EXTENTS[name.split(",")[0]][keys], **one}
     some = BUILDS[name]("small", **extents)
     ours, plain, sizes = Counter[str](), Counter[str](), Counter[str]()
@@ -137,7 +138,7 @@ def check(
                 errors[n] = max(errors[n], float((gradient - exact[n]).abs().max()))
                 sizes[n] = max(sizes[n], float(exact[n].abs().max()))
     for n in ours:
-        allowed = TIMES * max(plain[n], LEAST * torch.finfo(dtype).eps * sizes[n])
+        allowed = times * max(plain[n], LEAST * torch.finfo(dtype).eps * sizes[n])
         assert ours[n] <= allowed, f"{n}: {ours[n]:.2g}, plain {plain[n]:.2g}, of {sizes[n]:.2g}"
         if keys == 1 and n in ("query", "key"):
             assert ours[n] == 0
