@@ -21,7 +21,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t BLOCK = 48;  // queries of a block, about
+constexpr int64_t BLOCK = 48;  // queries of a block, whole tiles of products; the last one has 24 to 71
 constexpr int64_t TASKS = 16;  // of the backward, at least, for threads to share
 
 int64_t padded(int64_t size, int64_t bytes) {
@@ -34,7 +34,7 @@ int64_t padded(int64_t size, int64_t bytes) {
 template <typename T>
 struct Problem {
   int64_t B, M, Hq, Wq, Hk, Wk, d = 0, d_padded = 0, dv = 0, dv_padded = 0, keys_padded = 0, slots = 1;
-  int64_t block = 1, blocks = 0;  // queries of a block, blocks of a head
+  int64_t blocks = 1;  // of a head's queries
   T scale;
   View<T> query, key, value, row, column, key_logits, log_sum_exp, output, grad_output;
   View<T> grad_query, grad_key, grad_value, grad_row, grad_column;
@@ -47,6 +47,10 @@ struct Problem {
   T* value_sums = nullptr;       // (slots, dv, keys_padded)
   T* key_logits_sums = nullptr;  // (slots, keys)
   bool logits_wanted = false;
+
+  // The queries of a block: the last one takes the rest, since few queries would read all keys for
+  // themselves.
+  int64_t count(int64_t block) const { return block + 1 < blocks ? BLOCK : Hq * Wq - block * BLOCK; }
 };
 
 #define KERNEL "global_attention/cpu_kernel.h"
@@ -98,10 +102,7 @@ Problem<T> problem(const std::optional<Tensor>& query, const std::optional<Tenso
   p.dv = value.size(4);
   p.d_padded = padded(p.d, sizeof(T)), p.dv_padded = padded(p.dv, sizeof(T));
   p.keys_padded = padded(p.Hk * p.Wk, sizeof(T));
-  // Even blocks: a last one of few queries would read all keys for them.
-  const int64_t queries = p.Hq * p.Wq, blocks = std::max<int64_t>(1, (queries + BLOCK / 2) / BLOCK);
-  p.block = std::max<int64_t>(1, (queries + blocks - 1) / blocks);
-  p.blocks = (queries + p.block - 1) / p.block;
+  p.blocks = std::max<int64_t>(1, (p.Hq * p.Wq + BLOCK / 2) / BLOCK);
   return p;
 }
 

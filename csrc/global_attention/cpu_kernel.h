@@ -3,7 +3,7 @@
 // and only includes files of the same kind. Explicit vectors keep the accumulators of the products in
 // registers.
 //
-// A task works on blocks of about 48 queries of one head, whose logits stay in the L2 cache from the first
+// A task works on blocks of BLOCK queries of one head, whose logits stay in the L2 cache from the first
 // product to the last. Keys and values are packed for this first, zero-padded to whole vectors of 64 bytes.
 
 #include "common/vector_kernel.h"
@@ -116,7 +116,7 @@ ATTN_INLINE void pack(const View<T>& view, const Problem<T>& p, int64_t head, in
   if (columns)
     for (int64_t c = 0; c < width; ++c)
       std::fill(columns + c * p.keys_padded + keys, columns + (c + 1) * p.keys_padded, T(0));
-  if (rows && width < padded)
+  if (rows && width < padded)  // products of this padding are unused, but denormal numbers would slow them
     for (int64_t k = 0; k < keys; ++k) std::fill(rows + k * padded + width, rows + (k + 1) * padded, T(0));
 }
 
@@ -165,14 +165,14 @@ void finish_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
 template <typename T>
 struct Scratch {
   Buffer<T> query, gradient, mixed, column, weights, slopes, scale;
-  Scratch(const Problem<T>& p, bool backward)
-      : query(p.block * p.d_padded),
-        gradient(backward ? p.block * p.dv_padded : 0),
-        mixed(p.block * (backward ? p.d_padded : p.dv_padded)),
+  Scratch(const Problem<T>& p, bool backward, int64_t rows)
+      : query(rows * p.d_padded),
+        gradient(backward ? rows * p.dv_padded : 0),
+        mixed(rows * (backward ? p.d_padded : p.dv_padded)),
         column(p.Wk),
-        weights(p.block * p.keys_padded),
-        slopes(backward ? p.block * p.keys_padded : 0),
-        scale(p.block) {}
+        weights(rows * p.keys_padded),
+        slopes(backward ? rows * p.keys_padded : 0),
+        scale(rows) {}
 };
 
 // Copies rows of a (B, M, Hq, Wq, width) view, one after another.
@@ -233,11 +233,11 @@ ATTN_INLINE void attention_weights(const Problem<T>& p, Scratch<T>& s, int64_t b
 // A task is a block of queries; tasks are independent.
 template <typename T>
 void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
-  Scratch<T> s(p, false);
-  const int64_t queries = p.Hq * p.Wq, blocks = p.blocks, keys = p.Hk * p.Wk;
+  const int64_t blocks = p.blocks, keys = p.Hk * p.Wk;
+  Scratch<T> s(p, false, std::max(p.count(0), p.count(blocks - 1)));
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t m = task / blocks % p.M, b = task / blocks / p.M, first = task % blocks * p.block;
-    const int64_t count = std::min(p.block, queries - first);
+    const int64_t m = task / blocks % p.M, b = task / blocks / p.M, block = task % blocks;
+    const int64_t first = block * BLOCK, count = p.count(block);
     attention_weights(p, s, b, m, first, count, true);
     T* mixed = s.mixed.data();
     if (p.value_columns) {
@@ -257,8 +257,8 @@ void forward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
 // so the order of summation does not depend on the number of threads.
 template <typename T>
 void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
-  Scratch<T> s(p, true);
-  const int64_t queries = p.Hq * p.Wq, blocks = p.blocks, keys = p.Hk * p.Wk;
+  const int64_t blocks = p.blocks, keys = p.Hk * p.Wk;
+  Scratch<T> s(p, true, std::max(p.count(0), p.count(blocks - 1)));
   const int64_t line = p.keys_padded;
   T* weights = s.weights.data();
   T* slopes = s.slopes.data();
@@ -271,7 +271,7 @@ void backward_tasks(const Problem<T>& p, int64_t begin, int64_t end) {
     if (value_sums) std::fill(value_sums, value_sums + p.dv * line, T(0));
     if (key_logits_sums) std::fill(key_logits_sums, key_logits_sums + keys, T(0));
     for (int64_t block = blocks * slot / p.slots; block < blocks * (slot + 1) / p.slots; ++block) {
-      const int64_t first = block * p.block, count = std::min(p.block, queries - first);
+      const int64_t first = block * BLOCK, count = p.count(block);
       attention_weights(p, s, b, m, first, count, false);
       gather(p.grad_output, p, b, m, first, count, p.dv, p.dv_padded, s.gradient.data());
       for (int64_t i = 0; i < count; ++i)

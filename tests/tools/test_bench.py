@@ -40,7 +40,7 @@ CASE = Case("c", nothing, dict(a=nothing, b=nothing))
 
 @pytest.fixture
 def bench(one_thread, monkeypatch):
-    monkeypatch.setattr(load.sample, "__defaults__", (0.02,))  # seconds of looking at other processes
+    monkeypatch.setattr(load, "LOOK", 0.02)
     return lambda *arguments: main([*map(str, arguments), *QUICK])
 
 

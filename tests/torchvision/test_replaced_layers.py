@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attn_plugins.torchvision import accelerate
 from tests.helpers.replacement import COLUMNS, Layer, drawn, rand
+from tests.helpers.slow_cases import slow_but
 from tests.helpers.verdicts import printed, verdict
 from tests.torchvision.test_accelerate import Model
 
@@ -21,9 +22,7 @@ def inputs() -> tuple[Tensor, ...]:
     return (rand(2, 4, 7, 9),)
 
 
-@pytest.mark.parametrize(
-    "column", [pytest.param(name, marks=[pytest.mark.slow] * (name == "OpenVINO")) for name in COLUMNS]
-)
+@pytest.mark.parametrize("column", slow_but([name for name in COLUMNS if name != "OpenVINO"], COLUMNS))
 def test_each_cell_of_the_table_is_what_happens(column):
     if column == "OpenVINO" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("limited to SSE4.1, OpenVINO computes other deformable convolutions, from stock models too")

@@ -134,7 +134,7 @@ def test_a_replaced_core_is_used():
 def test_copies_pickles_and_threads(family):
     model, given = build(family), inputs(family)
     replaced = accelerate(model)
-    with torch.no_grad(), Calls():  # a mode's first call of an operator must not run in two threads at once (torch)
+    with torch.no_grad(), Calls():  # PyTorch crashes where two threads make a mode's first call of an operator
         expected = outputs(model, given)
     file = io.BytesIO()
     torch.save(model.get_submodule(replaced[0]), file)  # models of transformers hold hooks that cannot be pickled

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 LOADED = 0.15  # a row is marked if other processes use more CPUs than this
+LOOK = 1.0  # seconds of a look at them
 STAT = Path("/proc/stat")
 
 
@@ -46,10 +47,10 @@ class Watch:
         return round(max(0.0, now - busy - own_seconds() + own) / (time.perf_counter() - wall), 3)
 
 
-def sample(seconds: float = 1.0) -> float | None:
+def sample() -> float | None:
     """Return the CPUs that other processes use while this one sleeps; None if unknown."""
     watch = Watch()
-    time.sleep(seconds)
+    time.sleep(LOOK)
     return watch.read()
 
 
